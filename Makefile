@@ -1,0 +1,52 @@
+# Everything a newcomer needs is `make demo` and `make test`: both make .venv and install on first use,
+# and neither installs again while pyproject.toml stays as it is.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# torch comes first and exactly: any looser wording pulls a build with gigabytes of CUDA.
+TORCH := torch==2.13.0
+
+.PHONY: help demo test check bench docs clean
+
+help:                     ## show the commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH)"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml
+	$(PIP) install --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) install --editable ".[docs]"
+	@touch $@
+
+demo: $(VENV)/.demo       ## the tour: what the library does, on a small real training
+	$(BIN)/python examples/tour.py
+
+check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check               ## everything that must pass
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+bench: $(VENV)/.dev       ## every benchmark, its goal, and benchmarks/results.md
+	$(BIN)/python -m benchmarks --write
+
+docs: $(VENV)/.docs       ## the documentation, strictly
+	$(BIN)/mkdocs build --strict
+
+clean:                    ## remove what was built, and the environment
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

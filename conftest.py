@@ -1,0 +1,29 @@
+"""Settings that hold for every test, docstring example and documentation example."""
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+# One profile for the machine that decides (more examples, no deadline: it is noisy), one for hands.
+hypothesis.settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=60,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=2000)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _same_start(doctest_namespace):
+    """Give every test the same random state, and make sure that none leaves recording switched off."""
+    import gradgate
+
+    doctest_namespace.update(torch=torch, gg=gradgate)
+    torch.manual_seed(0)
+    yield
+    assert torch.is_grad_enabled(), "this test left gradient recording switched off"

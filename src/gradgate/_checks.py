@@ -1,0 +1,93 @@
+"""Questions that several rooms ask about their arguments, with one answer and one wording each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["check_keep", "check_tensor"]
+
+
+def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
+    """Make sure that an argument is a tensor.
+
+    Args:
+        value: The argument.
+        name: Its name in the signature.
+        function: The public function that was called.
+
+    Returns:
+        The argument itself.
+
+    Raises:
+        ArgumentTypeError: It is not a tensor.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    raise ArgumentTypeError(
+        f"{function}(): `{name}` is {describe(value)}.",
+        why="it works on a torch.Tensor, so that autograd can follow it.",
+        fix=f"{function}(torch.as_tensor({name}), ...)",
+    )
+
+
+def check_keep(keep: torch.Tensor, x: torch.Tensor, *, name: str = "keep", function: str) -> torch.Tensor:
+    """Make sure that a mask is boolean, on the same device as what it masks, and broadcasts to its shape.
+
+    Args:
+        keep: The mask, True where an element takes part.
+        x: What is masked.
+        name: The mask's name in the signature.
+        function: The public function that was called.
+
+    Returns:
+        The mask itself, not broadcast.
+
+    Raises:
+        ArgumentTypeError: The mask is not a boolean tensor.
+        ArgumentValueError: It is on another device or does not broadcast to the shape of x.
+    """
+    if not isinstance(keep, torch.Tensor):
+        raise ArgumentTypeError(
+            f"{function}(): `{name}` is {describe(keep)}.",
+            why="a mask is a boolean tensor; True takes part.",
+            fix=f"{name}=torch.as_tensor({name}, dtype=torch.bool, device=x.device)",
+        )
+    if keep.dtype is not torch.bool:
+        raise ArgumentTypeError(
+            f"{function}(): `{name}` is {describe(keep)}.",
+            why="a mask answers yes or no for each element; numbers would be ambiguous.",
+            fix=f"{name}={name} != 0",
+        )
+    # A 0-dim CPU tensor counts as a number everywhere in torch; so it does here.
+    if keep.device != x.device and not (keep.dim() == 0 and keep.device.type == "cpu"):
+        raise ArgumentValueError(
+            f"{function}(): `{name}` is on {keep.device}, x is on {x.device}.",
+            why="moving it here would copy in every call.",
+            fix=f"{name}={name}.to(x.device)",
+        )
+    if not _broadcasts_to(keep.shape, x.shape):
+        raise ArgumentValueError(
+            f"{function}(): `{name}` has shape {tuple(keep.shape)}, "
+            f"which does not broadcast to x of shape {tuple(x.shape)}.",
+            why="each element of x needs exactly one answer.",
+            fix=_shape_fix(keep, x, name),
+        )
+    return keep
+
+
+def _broadcasts_to(small: torch.Size, large: torch.Size) -> bool:
+    if len(small) > len(large):
+        return False
+    return all(a in (1, b) for a, b in zip(reversed(small), reversed(large), strict=False))
+
+
+def _shape_fix(keep: torch.Tensor, x: torch.Tensor, name: str) -> str:
+    if 0 < keep.dim() < x.dim() and keep.shape == x.shape[: keep.dim()]:
+        ones = ", 1" * (x.dim() - keep.dim())
+        return f"{name}={name}.reshape(*{name}.shape{ones})   # one answer for each row"
+    return f"{name}={name}.expand_as(x)   # after making its shape fit {tuple(x.shape)}"

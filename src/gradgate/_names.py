@@ -1,0 +1,72 @@
+"""How things are called in messages: nearest names, shapes and kinds of values."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+__all__ = ["describe", "listed", "nearest"]
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Find the known names that look most like a name.
+
+    Args:
+        name: What was asked for.
+        known: What there is.
+        count: How many to give at most.
+
+    Returns:
+        The nearest names, best first.
+
+    Example:
+        >>> nearest("encdoer.weight", ["encoder.weight", "head.bias"])
+        ['encoder.weight']
+    """
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+
+
+def describe(value: object) -> str:
+    """Say in a few words what a value is, for a message.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        For a tensor its dtype and shape (and its device if it is not the CPU), else its type and its text.
+
+    Example:
+        >>> describe(torch.zeros(2, 3)), describe("train"), describe(None)
+        ('a float32 tensor of shape (2, 3)', "the str 'train'", 'None')
+    """
+    if isinstance(value, torch.Tensor):
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}{device}"
+    if value is None:
+        return "None"
+    if isinstance(value, torch.nn.Module):
+        return f"the module {type(value).__name__}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    return f"the {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def listed(names: Sequence[object], limit: int = 6) -> str:
+    """Write several names in one line, the rest as a count.
+
+    Args:
+        names: What to write.
+        limit: How many to write out.
+
+    Returns:
+        The names with commas between them.
+
+    Example:
+        >>> listed(["a", "b", "c"], limit=2)
+        'a, b and 1 more'
+    """
+    head = ", ".join(str(name) for name in names[:limit])
+    return head if len(names) <= limit else f"{head} and {len(names) - limit} more"

@@ -1,0 +1,40 @@
+"""The one place that knows torch's versions and private names; every other file asks here.
+
+Each name says what it promises; where torch changes, this file changes and nothing else does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+__all__ = ["apply_function", "inside_functorch", "is_compiling", "read_grad_mode", "write_grad_mode"]
+
+read_grad_mode = torch.is_grad_enabled
+"""Tell whether this thread records; the public name, kept beside its counterpart."""
+
+# torch.set_grad_enabled is a class that does this and more; the bare switch costs a tenth of it.
+write_grad_mode = torch._C._set_grad_enabled
+"""Switch this thread's recording on or off, with nothing around it."""
+
+inside_functorch = torch._C._are_functorch_transforms_active
+"""Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call an autograd Function without the per-call signature lookup of `Function.apply`.
+
+    `Function.apply` of a new-style Function (one with `setup_context`) looks at the signature of `forward` on
+    each call, about 20 us; the C-level apply beneath it does not. Only the C-level one runs old-style Functions
+    (a `forward` that takes ctx) just as `apply` does, and only outside torch.func and torch.compile.
+
+    Args:
+        function: The Function, with a forward that takes ctx.
+        *args: What forward takes after ctx.
+
+    Returns:
+        What forward returns.
+    """
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

@@ -1,0 +1,124 @@
+"""What gradgate raises and warns of: one tree, every message in three parts.
+
+The tree::
+
+    GradgateError
+    |-- ArgumentError                       the call was wrong
+    |   |-- ArgumentTypeError    (TypeError)
+    |   |-- ArgumentValueError   (ValueError)
+    |   |   |-- NothingKeptError           a slice has no element left and no value to give for it
+    |   |   `-- NothingMatchedError (LookupError)   a name or pattern found nothing
+    |   `-- ArgumentIndexError   (IndexError)
+    |-- FrozenMovedError         (AssertionError)   a frozen value is not what it was
+    |-- TooManyBadSamples        (RuntimeError)     the guard refuses to go on
+    `-- LedgerError              (OSError)          the ledger cannot be read or written
+    GradgateWarning              (UserWarning)
+    `-- LedgerWarning                               incidents are kept in memory for now
+
+Each class also derives from the builtin that Python programmers expect, so that `except ValueError` still works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradgate.records import Incident
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentIndexError",
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "FrozenMovedError",
+    "GradgateError",
+    "GradgateWarning",
+    "LedgerError",
+    "LedgerWarning",
+    "NothingKeptError",
+    "NothingMatchedError",
+    "TooManyBadSamples",
+]
+
+
+class GradgateError(Exception):
+    """The root of everything that gradgate raises.
+
+    Args:
+        what: What went wrong and where, with the values that were met.
+        why: Why that cannot be, in one sentence.
+        fix: The way out, as code to paste.
+
+    Example:
+        >>> print(GradgateError("`keep` is a float32 tensor.", why="A mask answers yes or no.", fix="keep > 0"))
+        `keep` is a float32 tensor.
+        Why: A mask answers yes or no.
+        Fix: keep > 0
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        # Only `what` is in args: pickling calls the class with args and then restores __dict__.
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.fix = fix
+
+    def __str__(self) -> str:
+        parts = [self.what, f"Why: {self.why}" if self.why else "", f"Fix: {self.fix}" if self.fix else ""]
+        return "\n".join(part for part in parts if part)
+
+
+class ArgumentError(GradgateError):
+    """The call itself was wrong; nothing has been done."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of a kind that cannot be used here."""
+
+
+class ArgumentValueError(ArgumentError, ValueError):
+    """An argument is of the right kind, but its value or shape cannot be used here."""
+
+
+class ArgumentIndexError(ArgumentError, IndexError):
+    """An index or a dimension is out of range."""
+
+
+class NothingKeptError(ArgumentValueError):
+    """A slice has no element left, and no value was given for that."""
+
+
+class NothingMatchedError(ArgumentValueError, LookupError):
+    """A name or pattern matched nothing."""
+
+
+class FrozenMovedError(GradgateError, AssertionError):
+    """A value that was frozen is not what it was."""
+
+
+class TooManyBadSamples(GradgateError, RuntimeError):
+    """More samples are bad than was allowed; the step was not taken.
+
+    Args:
+        what: What went wrong, with the counts.
+        why: Why that stops the training.
+        fix: The way out.
+        incidents: The bad samples of this step, each with its reason.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", incidents: Sequence[Incident] = ()) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.incidents: tuple[Incident, ...] = tuple(incidents)
+
+
+class LedgerError(GradgateError, OSError):
+    """The ledger cannot be opened, read or written."""
+
+
+class GradgateWarning(UserWarning):
+    """The root of everything that gradgate warns of."""
+
+
+class LedgerWarning(GradgateWarning):
+    """The ledger could not be written; incidents are kept in memory and written when it can be."""

@@ -1,0 +1,117 @@
+"""The two things that gradgate writes down: an incident (a sample was dropped) and a finding (the doctor says).
+
+Plain frozen records of the standard library, so that a ledger or a report can be read without torch.
+"""
+
+from __future__ import annotations
+
+import time as clock
+import uuid
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Finding", "Incident", "Severity", "Stage"]
+
+Stage = Literal["load", "forward", "loss", "backward"]
+Severity = Literal["error", "warning", "info"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """One sample (or value) that was left out, with its reason.
+
+    Attributes:
+        id: The incident's own name, unique over runs and ranks.
+        run: The run it happened in.
+        step: The step of the run, counted from 0.
+        epoch: The epoch, where it is known.
+        rank: The process it happened in.
+        world_size: How many processes there were.
+        sample_id: The sample's name as the user gave it, as text.
+        row: The sample's place in its batch.
+        stage: Where it showed: while loading, in forward, in the loss or in backward.
+        cause: The kind of fault in a few words, such as "exception" or "non-finite gradient".
+        exception_type: The class of the exception, with its module.
+        message: What the exception or the check said.
+        where: The user's line, as "path.py:12".
+        module: The path of the module that was running, as in `named_modules`.
+        loss: The sample's loss, where it has one.
+        grad_norm: The norm of the sample's gradient, where it was computed.
+        transient: True when the same sample did not fail again under the same state.
+        time: Seconds since the epoch of the clock.
+        details: Whatever else was seen, as values that JSON can hold.
+
+    Example:
+        >>> incident = Incident(stage="forward", cause="exception", sample_id="img_17.png", row=3)
+        >>> incident.sample_id, incident.transient
+        ('img_17.png', False)
+    """
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    run: str | None = None
+    step: int | None = None
+    epoch: int | None = None
+    rank: int = 0
+    world_size: int = 1
+    sample_id: str | None = None
+    row: int | None = None
+    stage: Stage
+    cause: str
+    exception_type: str | None = None
+    message: str = ""
+    where: str | None = None
+    module: str | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    transient: bool = False
+    time: float = field(default_factory=clock.time)
+    details: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the record as a plain dictionary.
+
+        Returns:
+            One entry for each attribute.
+        """
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that the doctor says, with its place and its remedy.
+
+    Attributes:
+        code: The stable code of this kind of finding, such as "GG101".
+        severity: "error", "warning" or "info".
+        title: The finding in one line.
+        where: The user's line, as "path.py:12".
+        source: The text of that line.
+        module: The path of the module concerned, as in `named_modules`.
+        reason: Why it is so.
+        fix: The remedy, as code to paste.
+        samples: The rows of the batch concerned, where there are such.
+        also: Further places that belong to it, as "path.py:12".
+
+    Example:
+        >>> Finding(code="GG101", severity="error", title="encoder.weight gets no gradient").code
+        'GG101'
+    """
+
+    code: str
+    severity: Severity
+    title: str
+    where: str | None = None
+    source: str | None = None
+    module: str | None = None
+    reason: str = ""
+    fix: str = ""
+    samples: tuple[int, ...] = ()
+    also: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the record as a plain dictionary.
+
+        Returns:
+            One entry for each attribute.
+        """
+        return asdict(self)

@@ -1,0 +1,160 @@
+"""What holds for the whole house: names, floors, sizes, and what an import may cost."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradgate
+from tests import truth
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "gradgate"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+DOCUMENTED = re.compile(r"^::: (gradgate\.[\w.]+)", re.MULTILINE)
+
+
+def fresh(code):
+    """Run code in a new interpreter and give what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def public_names():
+    """Every name that users may rely on, with its room: those of the root and those of the public rooms."""
+    names = {f"gradgate.{room}.{name}" for name, room in gradgate._ROOM_OF.items()}
+    for room in gradgate._ROOMS:
+        module = getattr(gradgate, room)
+        names |= {f"gradgate.{room}.{name}" for name in module.__all__}
+    return names
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_lazy_table_says_what_the_type_checker_sees():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    typed = {
+        alias.name: node.module.removeprefix("gradgate.")
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if node.module != "gradgate"
+    }
+    assert typed == gradgate._ROOM_OF
+
+
+def test_every_public_name_can_be_had():
+    for name in gradgate.__all__:
+        assert getattr(gradgate, name) is not None
+    assert set(gradgate.__all__) <= set(dir(gradgate))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'gradgate' has no attribute 'grad_moed'"):
+        gradgate.grad_moed  # noqa: B018
+
+
+def test_every_public_name_is_documented_and_nothing_else_is():
+    pages = (ROOT / "docs" / "rooms").glob("*.md")
+    documented = [name for page in pages for name in DOCUMENTED.findall(page.read_text())]
+    assert len(documented) == len(set(documented)), "a name is documented twice"
+    assert set(documented) == public_names()
+
+
+def test_no_public_name_is_the_name_of_a_room():
+    assert not set(gradgate._ROOM_OF) & {path.stem for path in PACKAGE.iterdir()}
+
+
+def test_every_differentiable_name_is_in_the_truth_table():
+    """A function with a Gradient section in its docstring promises something, so it has a row."""
+    told = {row.name.rpartition(".")[2] for row in truth.rows()}
+    promised = set()
+    for full in public_names():
+        room, _, name = full.removeprefix("gradgate.").rpartition(".")
+        thing = getattr(getattr(gradgate, room), name)
+        if not isinstance(thing, type) and "Gradient:" in (getattr(thing, "__doc__", None) or ""):
+            promised.add(name)
+    assert promised <= told, f"no row in tests/truth for {sorted(promised - told)}"
+
+
+# --- shape ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
+def test_no_file_is_over_400_lines(folder):
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in (ROOT / folder).rglob("*.py")
+        if (n := len(p.read_text().splitlines())) > 400
+    }
+    assert not long
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    empty_names = {"utils", "common", "helpers", "base", "core", "misc"}
+    assert not [path for path in SOURCES if path.stem in empty_names]
+
+
+def private_torch_names(source):
+    """Find what a file uses of torch that is not public: torch._x, torch.a._b, torch.__version__."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            found += [ast.unparse(node)] if node.attr.startswith("_") else []
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            found += [node.module] if any(part.startswith("_") for part in parts) else []
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.startswith("torch.") and "._" in a.name]
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if p.name != "_torch_compat.py"], ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_only_one_file_knows_private_torch_names(path):
+    assert not private_torch_names(path.read_text())
+
+
+def test_the_search_for_private_names_can_fail():
+    for line in (
+        "torch._C._x()",
+        "from torch._dynamo import y",
+        "import torch.utils._pytree",
+        "torch.__version__",
+    ):
+        assert private_torch_names(line)
+
+
+# --- imports -------------------------------------------------------------------------------------------------------
+
+IMPORT_COST = "import time; t = time.perf_counter(); import {}; print((time.perf_counter() - t) * 1000)"
+
+
+def cost_in_ms(module):
+    """The best of several fresh interpreters: the least disturbed one."""
+    return min(float(fresh(IMPORT_COST.format(module))) for _ in range(5))
+
+
+@pytest.mark.parametrize("module", ["gradgate", "gradgate.records", "gradgate.errors"])
+def test_the_root_and_the_paper_rooms_do_not_load_torch(module):
+    assert fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"
+
+
+def test_that_test_can_fail():
+    assert fresh("import sys, gradgate._names; print('torch' in sys.modules)") == "True"
+
+
+def test_the_import_costs_less_than_30_ms():
+    assert cost_in_ms("gradgate") < 30
+
+
+def test_that_measurement_can_fail():
+    assert cost_in_ms("gradgate._names") > 30

@@ -1,0 +1,23 @@
+"""Each cell of the truth table is tried: a "yes" must work, a "no" must not (or the table is out of date)."""
+
+import pytest
+
+from tests.truth import COLUMNS, rows
+from tests.truth.__main__ import PAGE, with_table
+
+CELLS = [pytest.param(row, column, id=f"{row.name}-{column}") for row in rows() for column in COLUMNS]
+
+
+@pytest.mark.parametrize(("row", "column"), CELLS)
+def test_cell(row, column):
+    said = row.cell(column)
+    if said == "yes":
+        row.check(column)
+    elif said == "no":
+        # Any exception counts: wrong values are an AssertionError, a refusal may be of any class.
+        with pytest.raises(Exception):  # noqa: B017, PT011
+            row.check(column)
+
+
+def test_the_page_shows_the_table_of_today():
+    assert with_table(PAGE.read_text()) == PAGE.read_text(), "run: python -m tests.truth"
