@@ -1,4 +1,4 @@
-"""The two things that gradgate writes down: an incident (a sample was dropped) and a finding (the doctor says).
+"""What gradgate writes down: incidents (a sample was dropped), findings (the doctor says), and where they go.
 
 Plain frozen records of the standard library, so that a ledger or a report can be read without torch.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time as clock
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["Finding", "Incident", "Severity", "Stage"]
+__all__ = ["Finding", "Incident", "Severity", "Sink", "Stage"]
 
 Stage = Literal["load", "forward", "loss", "backward"]
 Severity = Literal["error", "warning", "info"]
@@ -115,3 +116,24 @@ class Finding:
             One entry for each attribute.
         """
         return asdict(self)
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where incidents go: a ledger, or anything else that takes them.
+
+    Example:
+        >>> class Printer:
+        ...     def record_many(self, incidents, payloads=None):
+        ...         print(*(incident.sample_id for incident in incidents))
+        >>> isinstance(Printer(), Sink)
+        True
+    """
+
+    def record_many(self, incidents: Sequence[Incident], payloads: Mapping[str, bytes] | None = None) -> None:
+        """Take the incidents of one step.
+
+        Args:
+            incidents: What was dropped.
+            payloads: The samples themselves as bytes, by the incident's id, where they were asked for.
+        """
