@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradgate import masked as masked
     from gradgate.errors import GradgateError as GradgateError
     from gradgate.errors import TooManyBadSamples as TooManyBadSamples
     from gradgate.records import Finding as Finding
@@ -23,7 +24,7 @@ _ROOM_OF = {
     "Incident": "records",
     "TooManyBadSamples": "errors",
 }
-_ROOMS = ("errors", "records")
+_ROOMS = ("errors", "masked", "records")
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
 

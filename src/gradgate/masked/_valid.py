@@ -1,0 +1,137 @@
+"""Which elements take part: the one place where `keep=` and `exclude=` become a mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from gradgate._checks import check_keep, check_tensor
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError
+
+__all__ = ["Exclude", "mask_of", "valid"]
+
+Number: TypeAlias = bool | int | float | complex
+Exclude: TypeAlias = Number | Iterable[Number] | torch.Tensor | None
+
+
+def valid(
+    x: torch.Tensor, *, keep: torch.Tensor | None = None, exclude: Exclude = None, finite: bool = False
+) -> torch.Tensor:
+    """Give the mask that the functions of this room use: True where an element takes part.
+
+    Args:
+        x: The values.
+        keep: A boolean mask that broadcasts to the shape of x; True takes part.
+        exclude: A value that does not take part, or several (a list, a tuple, a set, a tensor of values). NaN
+            matches NaN. A value that the dtype of x cannot hold (-1 for uint8, 0.5 for an integer) matches nothing.
+        finite: Leave out NaN and infinities as well.
+
+    Returns:
+        A boolean tensor of the shape of x. It may share memory with `keep`; do not write to it.
+
+    Raises:
+        ArgumentTypeError: `keep` is not a boolean tensor, or `exclude` has something that is not a number.
+        ArgumentValueError: `keep` does not broadcast to the shape of x, or is on another device.
+
+    Example:
+        >>> labels = torch.tensor([3, 255, 7, 0])
+        >>> gg.masked.valid(labels, exclude=[255, 0])
+        tensor([ True, False,  True, False])
+    """
+    mask = mask_of(x, keep, exclude, function="masked.valid")
+    if finite:
+        mask = torch.isfinite(x) if mask is None else mask & torch.isfinite(x)
+    if mask is None:
+        return torch.ones_like(x, dtype=torch.bool)
+    return mask.expand(x.shape)
+
+
+def mask_of(
+    x: torch.Tensor, keep: torch.Tensor | None, exclude: Exclude = None, *, function: str
+) -> torch.Tensor | None:
+    """Give the mask that `keep` and `exclude` say together, or None if every element takes part for certain.
+
+    Args:
+        x: The values.
+        keep: As in `valid`.
+        exclude: As in `valid`.
+        function: The public function that was called, for messages.
+
+    Returns:
+        A boolean tensor that broadcasts to the shape of x (it may be smaller), or None.
+    """
+    check_tensor(x, name="x", function=function)
+    mask = None if keep is None else check_keep(keep, x, function=function)
+    for matched in _matches(x.detach(), exclude, function):
+        mask = ~matched if mask is None else mask & ~matched
+    return mask
+
+
+def _matches(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch.Tensor]:
+    """Say for each excluded value that the dtype can hold where it is."""
+    if exclude is None:
+        return
+    if isinstance(exclude, torch.Tensor):
+        for element in exclude.detach().reshape(-1).unbind():
+            yield _matches_tensor(x, element)
+        return
+    for number in _numbers(exclude, function):
+        stored = _stored(number, x.dtype)
+        if stored is not None:
+            yield torch.isnan(x) if stored != stored else x == stored
+
+
+def _numbers(exclude: Any, function: str) -> list[Number]:
+    several = isinstance(exclude, Iterable) and not isinstance(exclude, str | bytes)
+    found: list[Number] = []
+    for value in exclude if several else (exclude,):
+        # A numpy number is a number too, but not one of Python's.
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, bool | int | float | complex):
+            raise ArgumentTypeError(
+                f"{function}(): `exclude` has {describe(value)}.",
+                why="values are compared with the elements of x, so they have to be numbers.",
+                fix="exclude=255, exclude=[0, 255], or exclude=float('nan')",
+            )
+        found.append(number)
+    return found
+
+
+def _stored(number: Number, dtype: torch.dtype) -> Number | None:
+    """Give the number in a form that compares as the dtype would store it, or None if it cannot."""
+    if dtype.is_complex:
+        parts = [_stored_real(part, dtype.to_real()) for part in (number.real, number.imag)]
+        return None if None in parts else complex(*parts)  # type: ignore[arg-type]
+    return None if number.imag else _stored_real(number.real, dtype)
+
+
+def _stored_real(number: float, dtype: torch.dtype) -> float | None:
+    if dtype.is_floating_point:
+        if not math.isfinite(number):
+            return float(number)
+        info = torch.finfo(dtype)
+        least = info.tiny * info.eps / 2  # half of the smallest number above 0: beneath it, 0 would be stored
+        return number if number == 0 or least < abs(number) <= info.max else None
+    if not math.isfinite(number) or number != int(number):
+        return None
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return int(number) if low <= number <= high else None
+
+
+def _matches_tensor(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Say where a 0-dim tensor's value is in x, without asking the host for it."""
+    fits = None
+    if value.is_complex() and not x.is_complex():
+        fits, value = value.imag == 0, value.real
+    stored = value.to(device=x.device, dtype=x.dtype)
+    matched = x == stored
+    if x.is_floating_point() or x.is_complex():
+        matched = matched | (torch.isnan(x) & torch.isnan(stored))
+        same = (torch.isinf(stored) == torch.isinf(value)) & ((stored == 0) == (value == 0))
+    else:
+        same = (stored.to(value.dtype) == value) & ((stored < 0) == (value < 0))
+    return matched & same if fits is None else matched & same & fits
