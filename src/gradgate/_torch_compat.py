@@ -8,9 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["apply_function", "inside_functorch", "is_compiling", "read_grad_mode", "write_grad_mode"]
+__all__ = [
+    "apply_function",
+    "has_data",
+    "inside_functorch",
+    "is_compiling",
+    "read_grad_mode",
+    "tree_flatten",
+    "tree_unflatten",
+    "write_grad_mode",
+]
 
 read_grad_mode = torch.is_grad_enabled
 """Tell whether this thread records; the public name, kept beside its counterpart."""
@@ -38,3 +49,28 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         What forward returns.
     """
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def has_data(*tensors: torch.Tensor) -> bool:
+    """Tell whether the host may look at the values of tensors, one by one.
+
+    It may not while torch.compile or FakeTensorMode traces, on the meta device, or where vmap holds a whole batch
+    of values in the place of each one. Inside torch.func.grad and jvp it may.
+
+    Args:
+        *tensors: Any tensors.
+
+    Returns:
+        Whether `.item()`, `nonzero()` and boolean indexing work on all of them.
+    """
+    if is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return False
+    return all(_is_concrete(tensor) for tensor in tensors)
+
+
+def _is_concrete(tensor: torch.Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
