@@ -143,7 +143,7 @@ def cost_in_ms(module):
     return min(float(fresh(IMPORT_COST.format(module))) for _ in range(5))
 
 
-@pytest.mark.parametrize("module", ["gradgate", "gradgate.records", "gradgate.errors"])
+@pytest.mark.parametrize("module", ["gradgate", "gradgate.records", "gradgate.errors", "gradgate.ledger"])
 def test_the_root_and_the_paper_rooms_do_not_load_torch(module):
     assert fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 

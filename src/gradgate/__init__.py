@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradgate import ledger as ledger
     from gradgate import masked as masked
     from gradgate.errors import GradgateError as GradgateError
     from gradgate.errors import TooManyBadSamples as TooManyBadSamples
+    from gradgate.ledger import Ledger as Ledger
     from gradgate.records import Finding as Finding
     from gradgate.records import Incident as Incident
 
@@ -22,9 +24,10 @@ _ROOM_OF = {
     "Finding": "records",
     "GradgateError": "errors",
     "Incident": "records",
+    "Ledger": "ledger",
     "TooManyBadSamples": "errors",
 }
-_ROOMS = ("errors", "masked", "records")
+_ROOMS = ("errors", "ledger", "masked", "records")
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
 

@@ -1,0 +1,337 @@
+"""A sample as bytes: tensors in the safetensors format, the rest of the tree as JSON in its header; never pickle.
+
+Writing always gives something: what cannot be stored (a picture object, a tensor over the limit) leaves a `Missing` in
+its place that says what it was. Reading trusts nothing: every length is checked against the bytes that are there
+before anything is made of it, and no class is looked up by a name from the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from gradgate.errors import LedgerError
+
+__all__ = ["LIMIT", "Fields", "Missing", "decode", "encode", "missing_in"]
+
+LIMIT = 16 * 2**20
+"""How many bytes a payload may take unless more is allowed."""
+
+_DEEPEST = 60
+_KEY = "gradgate"
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What stands where something could not be stored.
+
+    Args:
+        what: What it was.
+    """
+
+    what: str
+
+
+class Fields(tuple[Any, ...]):
+    """What stands for a dataclass or a named tuple whose class is not at hand: its fields by name and in order."""
+
+    names: tuple[str, ...]
+
+    def __new__(cls, names: Iterable[str], values: Iterable[Any]) -> Fields:
+        """Pair names with values."""
+        new = super().__new__(cls, values)
+        new.names = tuple(names)
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "names" and name in self.names:
+            return self[self.names.index(name)]
+        raise AttributeError(name)
+
+
+def encode(tree: Any, *, limit: int = LIMIT) -> bytes:
+    """Write a tree of tensors and plain values as bytes.
+
+    Args:
+        tree: Tensors, numbers, text, bytes, None, and lists, tuples, dicts, sets, dataclasses and named tuples of them.
+        limit: How many bytes it may take; what does not fit is left out and said.
+
+    Returns:
+        A file in the safetensors format.
+
+    Example:
+        >>> decode(encode({"x": torch.ones(1, 2), "name": "img_17.png"}))
+        {'x': tensor([[1., 1.]]), 'name': 'img_17.png'}
+    """
+    writer = _Writer(limit)
+    data = _file(writer.node(tree), writer.tensors)
+    return data if len(data) <= limit else _file(_missing(tree, "too large"), {})
+
+
+def decode(data: bytes, *, classes: Iterable[type] = ()) -> Any:
+    """Read a tree from bytes.
+
+    Args:
+        data: What `encode` gave.
+        classes: Dataclasses and named tuples that may be made again, found by their names and fields; without them
+            a `Fields` stands for each.
+
+    Returns:
+        The tree, its tensors on the CPU.
+
+    Raises:
+        LedgerError: The bytes are damaged.
+    """
+    try:
+        text = _header(data)["__metadata__"][_KEY]
+        return _Reader(load(data), classes).tree(json.loads(text))
+    except (
+        SafetensorError, KeyError, ValueError, TypeError, IndexError, RuntimeError, OverflowError, RecursionError,
+        AttributeError, MemoryError,
+    ) as error:  # fmt: skip
+        raise LedgerError(
+            f"a stored sample cannot be read: {type(error).__name__}: {error}.",
+            why="its bytes are damaged, or gradgate did not write them.",
+            fix="PRAGMA integrity_check   -- in sqlite3, on the ledger",
+        ) from error
+
+
+def missing_in(tree: Any) -> list[str]:
+    """Find what could not be stored of a tree.
+
+    Args:
+        tree: What `decode` gave.
+
+    Returns:
+        One line for each missing part.
+    """
+    if isinstance(tree, Missing):
+        return [tree.what]
+    if isinstance(tree, Mapping):
+        return [line for item in tree.values() for line in missing_in(item)]
+    if isinstance(tree, list | tuple | set | frozenset):
+        return [line for item in tree for line in missing_in(item)]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [line for part in fields(tree) for line in missing_in(getattr(tree, part.name))]
+    return []
+
+
+def _file(node: Any, tensors: dict[str, torch.Tensor]) -> bytes:
+    return save(tensors, metadata={_KEY: json.dumps(node, allow_nan=False)})
+
+
+def _header(data: bytes) -> Any:
+    length = int.from_bytes(data[:8], "little")
+    if not 2 <= length <= len(data) - 8:
+        raise ValueError(f"its header claims {length} bytes of {len(data)}")
+    return json.loads(data[8 : 8 + length])
+
+
+class _Writer:
+    """Turns a tree into JSON and puts its tensors aside, within a number of bytes.
+
+    What JSON holds by itself stays as it is; everything else is an object whose first key says its kind.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.room = limit
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def node(self, value: Any, depth: int = 0) -> Any:
+        if depth > _DEEPEST:
+            return _missing(value, "nested too deeply")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if isinstance(value, torch.Size):
+            return {"size": [int(size) for size in value]}
+        if isinstance(value, int):
+            return int(value) if abs(value) < 2**63 else {"int": hex(value)}
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"float": str(float(value))}
+        for kinds, name, plain in _LEAVES:
+            if isinstance(value, kinds):
+                text = plain(value)
+                if not self.takes(2 * len(text)):
+                    return _missing(value, "too large")
+                return {name: text} if name else text
+        return self.container(value, depth + 1)
+
+    def container(self, value: Any, depth: int) -> Any:
+        names = [] if isinstance(value, type) else _field_names(value)
+        parts = len(value) if isinstance(value, Mapping | list | tuple | set | frozenset) else len(names)
+        if not self.takes(16 * parts):
+            return _missing(value, "too large")
+        if isinstance(value, Mapping):
+            return {"dict": [[self.node(key, depth), self.node(item, depth)] for key, item in value.items()]}
+        if names:
+            values = [self.node(getattr(value, name, None), depth) for name in names]
+            return {"fields": values, "names": names, "class": type(value).__qualname__}
+        for kind in (list, tuple, frozenset, set):
+            if isinstance(value, kind):
+                return {kind.__name__: [self.node(item, depth) for item in value]}
+        if hasattr(value, "__array__") and hasattr(value, "dtype"):
+            return self.array(value)
+        return _missing(value)
+
+    def tensor(self, value: torch.Tensor) -> Any:
+        if value.layout is torch.sparse_coo:
+            value = value.coalesce()
+            return {"sparse": [self.tensor(value.indices()), self.tensor(value.values())], "size": list(value.shape)}
+        real = value.dtype.to_real() if value.is_complex() else value.dtype
+        if value.layout is not torch.strided or value.device.type == "meta" or value.is_nested or real not in _DTYPES:
+            return _missing(value)
+        if not self.takes(value.numel() * value.element_size() + 128):
+            return _missing(value, "too large")
+        with torch.no_grad():
+            plain = value.detach().resolve_conj().resolve_neg()
+            plain = torch.view_as_real(plain) if plain.is_complex() else plain
+            # A copy, because the format refuses tensors that share memory.
+            plain = plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        name = str(len(self.tensors))
+        self.tensors[name] = plain
+        return {"tensor": name, "complex": value.is_complex(), "grad": value.requires_grad and value.is_leaf}
+
+    def array(self, value: Any) -> Any:
+        try:
+            array = value.__array__()
+            tensor = torch.from_numpy(array.copy())
+        except (TypeError, ValueError, AttributeError):
+            return _missing(value)
+        return {"array": self.tensor(tensor), "scalar": not hasattr(value, "__setitem__")}
+
+    def takes(self, size: int) -> bool:
+        if size > self.room:
+            return False
+        self.room -= size
+        return True
+
+
+class _Reader:
+    """Turns JSON back into the tree; whatever is not as `_Writer` writes it is an error."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], classes: Iterable[type]) -> None:
+        self.tensors = tensors
+        self.classes = {kind.__qualname__: kind for kind in classes}
+
+    def tree(self, node: Any) -> Any:
+        if not isinstance(node, dict):
+            if isinstance(node, list):
+                raise ValueError("a list without a kind")
+            return node
+        kind = next(iter(node))
+        return getattr(self, f"read_{kind}")(node[kind], node)
+
+    def read_missing(self, what: Any, _: Any) -> Missing:
+        return Missing(str(what))
+
+    def read_tensor(self, name: Any, node: Any) -> torch.Tensor:
+        tensor = self.tensors[name]
+        tensor = torch.view_as_complex(tensor) if node["complex"] else tensor
+        return tensor.requires_grad_() if node["grad"] else tensor
+
+    def read_sparse(self, parts: Any, node: Any) -> torch.Tensor:
+        indices, values = (self.tree(part) for part in parts)
+        return torch.sparse_coo_tensor(indices, values, node["size"], check_invariants=True).coalesce()
+
+    def read_array(self, tensor: Any, node: Any) -> Any:
+        array = self.tree(tensor).numpy()
+        return array[()] if node["scalar"] else array
+
+    def read_size(self, sizes: Any, _: Any) -> torch.Size:
+        return torch.Size(sizes)
+
+    def read_float(self, text: Any, _: Any) -> float:
+        return float(text)
+
+    def read_int(self, text: Any, _: Any) -> int:
+        return int(text, 16)
+
+    def read_bytes(self, text: Any, _: Any) -> bytes:
+        return base64.b64decode(text, validate=True)
+
+    def read_complex(self, text: Any, _: Any) -> complex:
+        return complex(text)
+
+    def read_path(self, text: Any, _: Any) -> Path:
+        return Path(text)
+
+    def read_dtype(self, name: Any, _: Any) -> torch.dtype:
+        known: dict[str, torch.dtype] = {str(dtype): dtype for dtype in _DTYPES}
+        return known[name]
+
+    def read_device(self, name: Any, _: Any) -> torch.device:
+        return torch.device(name)
+
+    def read_dict(self, pairs: Any, _: Any) -> dict[Any, Any]:
+        return {self.tree(key): self.tree(item) for key, item in pairs}
+
+    def read_list(self, items: Any, _: Any) -> list[Any]:
+        return [self.tree(item) for item in items]
+
+    def read_tuple(self, items: Any, _: Any) -> tuple[Any, ...]:
+        return tuple(self.read_list(items, None))
+
+    def read_set(self, items: Any, _: Any) -> set[Any]:
+        return set(self.read_list(items, None))
+
+    def read_frozenset(self, items: Any, _: Any) -> frozenset[Any]:
+        return frozenset(self.read_list(items, None))
+
+    def read_fields(self, items: Any, node: Any) -> Any:
+        names, values = [str(name) for name in node["names"]], self.read_list(items, None)
+        kind = self.classes.get(node["class"])
+        if len(names) != len(values):
+            raise ValueError("fields without names")
+        if kind is None or _field_names(kind) != names:
+            return Fields(names, values)
+        if issubclass(kind, tuple):
+            return tuple.__new__(kind, values)
+        made = object.__new__(kind)  # Not through __init__: nothing of the class runs.
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+
+_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+        "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+    )
+)  # fmt: skip
+
+
+# Kinds of leaves, the name they get ("" for those that JSON holds), and how they are written.
+_LEAVES: tuple[tuple[Any, str, Callable[[Any], str]], ...] = (
+    (str, "", str),
+    (bytes | bytearray, "bytes", lambda value: base64.b64encode(value).decode()),
+    (torch.dtype, "dtype", str),
+    (torch.device, "device", str),
+    (PurePath, "path", str),
+    (complex, "complex", str),
+)
+
+
+def _field_names(value: Any) -> list[str]:
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, tuple):
+        return list(getattr(kind, "_fields", ()))
+    return [part.name for part in fields(kind)] if is_dataclass(kind) and not issubclass(kind, Mapping) else []
+
+
+def _missing(value: Any, reason: str = "") -> Any:
+    what = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor):
+        what = f"{value.dtype} of shape {tuple(value.shape)}"
+    return {"missing": f"{what} ({reason})" if reason else what}

@@ -1,0 +1,8 @@
+"""What was dropped, why, and again: a durable record in one SQLite file, readable without torch."""
+
+from __future__ import annotations
+
+from gradgate.ledger._ledger import Ledger
+from gradgate.ledger._runs import Run
+
+__all__ = ["Ledger", "Run"]

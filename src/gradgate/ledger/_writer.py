@@ -1,0 +1,169 @@
+"""Writing that never stops a training: what cannot be written now is kept in memory and written when it can be."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+
+from gradgate.errors import LedgerError, LedgerWarning
+from gradgate.ledger._file import LOCK, PATIENCE, LedgerFile
+from gradgate.ledger._rows import COLUMNS, to_row
+from gradgate.ledger._runs import Run, finish_run, write_run
+from gradgate.records import Incident
+
+__all__ = ["INSERT", "Entry", "Writer", "write_entries"]
+
+PATIENCE_AFTER_FAILURE = 0.05
+"""How many seconds a writer waits that has failed before: every bad step of the training would wait."""
+
+PAYLOADS_IN_MEMORY = 64 * 2**20
+"""How many bytes of samples are kept in memory at most while the file cannot be written; incidents are all kept."""
+
+INSERT = f"INSERT OR IGNORE INTO incident ({', '.join(COLUMNS)}, snapshot) VALUES ({', '.join('?' * len(COLUMNS))}, ?)"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One incident with what was kept of its sample and of the state it failed in."""
+
+    incident: Incident
+    payload: bytes | None = None
+    snapshot: bytes | None = None
+
+    @property
+    def weight(self) -> int:
+        """How many bytes of payload it holds."""
+        return len(self.payload or b"") + len(self.snapshot or b"")
+
+
+class Writer:
+    """The queue in front of the file.
+
+    Args:
+        file: Where to write.
+        run: The run that incidents belong to which do not say.
+    """
+
+    def __init__(self, file: LedgerFile, run: Run) -> None:
+        self.file = file
+        self.run = run
+        self._waiting: list[Entry] = []
+        self._failed = False
+        self._announced = False
+        self._process = os.getpid()
+
+    @property
+    def waiting(self) -> list[Incident]:
+        """The incidents that are only in memory."""
+        with LOCK:
+            self._notice_fork()
+            return [entry.incident for entry in self._waiting]
+
+    def announce(self) -> None:
+        """Write the run down now, before its first incident.
+
+        Raises:
+            LedgerError: The file cannot be written.
+        """
+        with self.file.writing() as connection:
+            write_run(connection, self.run)
+        self._announced = True
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Write incidents, or keep them; warn when an outage begins.
+
+        Args:
+            entries: The incidents.
+        """
+        with LOCK:
+            self._notice_fork()
+            self._waiting += entries
+            try:
+                self.flush()
+            except LedgerError as error:
+                self._forget_payloads()
+                if not self._failed:
+                    self._failed = True
+                    self._warn("incidents are kept in memory and written when it can be", error)
+
+    def flush(self) -> None:
+        """Write what is kept in memory.
+
+        Raises:
+            LedgerError: It still cannot be written.
+        """
+        with LOCK:
+            self._notice_fork()
+            if not self._waiting:
+                return
+            with self.file.writing(PATIENCE_AFTER_FAILURE if self._failed else PATIENCE) as connection:
+                write_run(connection, self.run)
+                write_entries(connection, self._waiting)
+            self._waiting.clear()
+            self._failed = False
+            self._announced = True
+
+    def close(self) -> None:
+        """Write what is left and the end of the run, and close the file; warn if something is lost."""
+        with LOCK:
+            self._notice_fork()
+            try:
+                self.flush()
+                if self._announced:
+                    with self.file.writing(PATIENCE_AFTER_FAILURE) as connection:
+                        finish_run(connection, self.run.name, time.time())
+            except LedgerError as error:
+                if self._waiting:
+                    self._warn(f"{len(self._waiting)} incidents were never written", error)
+            self.file.close()
+
+    def _notice_fork(self) -> None:
+        if self._process != os.getpid():  # What waits here was copied; the parent writes it.
+            self._process = os.getpid()
+            self._waiting.clear()
+            self._announced = self._failed = False
+
+    def _forget_payloads(self) -> None:
+        total = 0
+        for position, entry in enumerate(self._waiting):
+            total += entry.weight
+            if entry.weight and total > PAYLOADS_IN_MEMORY:
+                self._waiting[position] = Entry(entry.incident)
+
+    def _warn(self, consequence: str, error: LedgerError) -> None:
+        warnings.warn(f"{error.what} {consequence[0].upper()}{consequence[1:]}.\n{_rest(error)}", LedgerWarning, 5)
+
+
+def write_entries(connection: sqlite3.Connection, entries: Iterable[Entry]) -> int:
+    """Write incidents with their payloads; one whose id is there already is left as it is.
+
+    Args:
+        connection: In a transaction.
+        entries: The incidents, each with its run.
+
+    Returns:
+        How many were new.
+    """
+    entries = list(entries)
+    before = connection.total_changes
+    digests = {id(entry): sha256(entry.snapshot).hexdigest() for entry in entries if entry.snapshot is not None}
+    connection.executemany(INSERT, [(*to_row(entry.incident), digests.get(id(entry))) for entry in entries])
+    written = connection.total_changes - before
+    connection.executemany(
+        "INSERT OR IGNORE INTO payload (incident, data) VALUES (?, ?)",
+        [(entry.incident.id, entry.payload) for entry in entries if entry.payload is not None],
+    )
+    connection.executemany(
+        "INSERT OR IGNORE INTO snapshot (digest, data) VALUES (?, ?)",
+        {digests[id(entry)]: entry.snapshot for entry in entries if entry.snapshot is not None}.items(),
+    )
+    return written
+
+
+def _rest(error: LedgerError) -> str:
+    return f"Why: {error.why}\nFix: {error.fix}"
