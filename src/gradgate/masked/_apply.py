@@ -1,0 +1,294 @@
+"""Compute only where it counts: a function on the kept elements or rows alone, and its results back in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradgate._checks import check_keep, check_tensor
+from gradgate._names import describe
+from gradgate._torch_compat import has_data, inside_functorch, is_compiling, tree_flatten, tree_unflatten
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["apply_rows", "apply_where"]
+
+Elementwise = Callable[..., torch.Tensor]
+
+
+def apply_where(
+    keep: torch.Tensor,
+    args: torch.Tensor | Sequence[torch.Tensor],
+    fn: Elementwise,
+    otherwise: Elementwise | None = None,
+    *,
+    fill_value: complex = 0,
+) -> torch.Tensor:
+    """Compute `fn` only where `keep`, and `otherwise` only elsewhere: the `torch.where` that poisons no gradient.
+
+    Each function is called once, with its own elements of each argument as 1-D tensors, and gives one value for each
+    of them. So it may divide, take logarithms, look up tables or raise for what is not its own, and costs what its
+    own elements cost. A function without any element is called with 0 elements; the dtype of the result therefore
+    never depends on the data.
+
+    Asks the host how many elements are kept; torch.compile traces that without a break. Inside vmap (if it batches
+    `keep`) and FakeTensorMode there is not one number of them. There each function is called with as many elements
+    as there are in all, and a copy of its first own element stands in for those that are not its own; it has to
+    work element by element.
+
+    Args:
+        keep: The boolean mask; True for `fn`.
+        args: A tensor or several; they broadcast with each other and with `keep`.
+        fn: Called as `fn(*args)` with the kept elements.
+        otherwise: Called in the same way with the others. Without it they give `fill_value`.
+        fill_value: What the others give if there is no `otherwise`.
+
+    Returns:
+        A tensor of the broadcast shape. Its dtype is the one that both results promote to; a fill value that the
+        dtype of fn's result cannot hold promotes it (NaN makes integers floating).
+
+    Raises:
+        ArgumentTypeError: `keep` is not a boolean tensor, an argument or a result is not a tensor, or `fill_value`
+            is not a number.
+        ArgumentValueError: The shapes do not broadcast, a device differs, a function did not give one value for
+            each of its elements, or an integer result cannot hold `fill_value`.
+
+    Gradient:
+        To every argument, and to every tensor that the functions use besides, from each function's own elements
+        only. What is not kept gets exactly 0 from `fn`, whatever it is and whatever gradient arrives there.
+
+    Example:
+        >>> x = torch.tensor([16.0, 0.0, -4.0], requires_grad=True)
+        >>> gg.apply_where(x > 0, x, torch.sqrt, otherwise=lambda rest: rest).sum().backward()
+        >>> x.grad
+        tensor([0.1250, 1.0000, 1.0000])
+    """
+    _check_fill_value(fill_value, "apply_where")
+    tensors = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    keep, flat, shape = _flattened(keep, tensors)
+    countable = has_data(keep) or (is_compiling() and not inside_functorch())
+    evaluate = _evaluate_own if countable else _evaluate_all
+    return evaluate(keep, flat, fn, otherwise, fill_value).reshape(shape)
+
+
+def _flattened(keep: torch.Tensor, args: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor], torch.Size]:
+    """Check the arguments, and give mask and arguments broadcast to one shape and flattened, with that shape."""
+    if not args:
+        raise ArgumentValueError(
+            "apply_where(): `args` is empty.",
+            why="without an argument there is nothing to call a function with.",
+            fix="apply_where(keep, x, fn) or apply_where(keep, (x, y), fn)",
+        )
+    for number, value in enumerate(args):
+        check_tensor(value, name=f"args[{number}]", function="apply_where")
+    if isinstance(keep, torch.Tensor):
+        try:
+            shape = torch.broadcast_shapes(keep.shape, *(v.shape for v in args))  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            shapes = ", ".join(str(tuple(value.shape)) for value in args)
+            raise ArgumentValueError(
+                f"apply_where(): `keep` has shape {tuple(keep.shape)}, the arguments have {shapes}.",
+                why="they have to broadcast to one shape.",
+                fix="keep=keep.unsqueeze(-1)   # or whatever makes them fit",
+            ) from None
+        args = [value.expand(shape) for value in args]
+    for value in args:
+        check_keep(keep, value, function="apply_where")
+    return keep.expand(shape).reshape(-1), [value.reshape(-1) for value in args], shape
+
+
+def _evaluate_own(
+    keep: torch.Tensor, flat: list[torch.Tensor], fn: Elementwise, otherwise: Elementwise | None, fill_value: complex
+) -> torch.Tensor:
+    """Call each function with its own elements, and put the results into their places."""
+    index = keep.nonzero().squeeze(1)
+    values = _one_each(fn, [value.index_select(0, index) for value in flat], "fn")
+    if otherwise is None:
+        return _placed(values, index, len(keep), fill_value, "apply_where")
+    rest = (~keep).nonzero().squeeze(1)
+    others = _one_each(otherwise, [value.index_select(0, rest) for value in flat], "otherwise")
+    dtype = torch.promote_types(values.dtype, others.dtype)
+    result = _placed(values.to(dtype), index, len(keep), 0, "apply_where")
+    return result.index_copy(0, rest, others.to(dtype))
+
+
+def _evaluate_all(
+    keep: torch.Tensor, flat: list[torch.Tensor], fn: Elementwise, otherwise: Elementwise | None, fill_value: complex
+) -> torch.Tensor:
+    """Call each function with all elements, those that are not its own replaced by one that is."""
+    values = _one_each(fn, _with_stand_in(keep, flat), "fn")
+    if otherwise is None:
+        dtype = _dtype_for(values, fill_value, "apply_where")
+        return torch.where(keep, values.to(dtype), torch.full((), fill_value, dtype=dtype, device=values.device))
+    return torch.where(keep, values, _one_each(otherwise, _with_stand_in(~keep, flat), "otherwise"))
+
+
+def _with_stand_in(own: torch.Tensor, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not len(own):
+        return flat
+    first = own.to(torch.uint8).argmax().reshape(1)
+    return [
+        torch.where(own, value, torch.where(own.any(), value.detach().gather(0, first), _neutral(value)))
+        for value in flat
+    ]
+
+
+def _neutral(value: torch.Tensor) -> float:
+    # Where a function has no element of its own: inside the domain of most functions, and of every table.
+    return 0.5 if value.is_floating_point() or value.is_complex() else 0
+
+
+def _one_each(fn: Elementwise, own: list[torch.Tensor], name: str) -> torch.Tensor:
+    values = fn(*own)
+    if not isinstance(values, torch.Tensor):
+        raise ArgumentTypeError(
+            f"apply_where(): `{name}` gave {describe(values)}.",
+            why="it is called with 1-D tensors and gives one value for each element, as a tensor.",
+            fix="lambda x: torch.full_like(x, 1.0)   # for a constant",
+        )
+    if values.shape != own[0].shape:
+        raise ArgumentValueError(
+            f"apply_where(): `{name}` was called with {len(own[0])} elements and gave {describe(values)}.",
+            why="it has to give one value for each element, so that each can go back to its place.",
+            fix="gg.apply_rows(keep, fn, x)   # if it works on whole rows",
+        )
+    return values
+
+
+def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value: complex = 0) -> Any:
+    """Compute `fn` for the kept rows (samples) only, and give its results for all rows.
+
+    Equal, bit for bit, to fn on the batch without the other rows. With everything kept it is `fn(*xs)` itself; with
+    nothing kept fn sees a batch of 0 rows, so that the shape and dtype of the result do not depend on the data and
+    parameters get a gradient of 0 instead of none.
+
+    Asks the host how many rows are kept; torch.compile traces that without a break. A `keep` that vmap batches is
+    refused.
+
+    Args:
+        keep: A boolean tensor with one answer for each row.
+        fn: Called as `fn(*rows)`. Gives a tensor with one row for each of its rows, or a tuple, list, dict or any
+            pytree of such tensors; None in it stays None.
+        *xs: Tensors with as many rows, or pytrees of them; None in them stays None.
+        fill_value: What the rows that are not kept give.
+
+    Returns:
+        What fn gave, with all rows. A fill value that a dtype cannot hold promotes it (NaN makes integers floating).
+
+    Raises:
+        ArgumentTypeError: `keep` is not a boolean tensor, something in xs or in fn's result is not a tensor, or
+            `fill_value` is not a number.
+        ArgumentValueError: The number of rows differs, there is no tensor in xs, `keep` is batched by vmap, or an
+            integer result cannot hold `fill_value`.
+
+    Gradient:
+        To the kept rows of every x, and to every tensor that fn uses besides, as from fn on the batch without the
+        other rows. The other rows get exactly 0, whatever they are and whatever gradient arrives there.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
+        >>> layer = torch.nn.Linear(2, 3)
+        >>> out = gg.apply_rows(x.isfinite().all(1), layer, x)
+        >>> out.shape, out[1].tolist()
+        (torch.Size([2, 3]), [0.0, 0.0, 0.0])
+    """
+    _check_fill_value(fill_value, "apply_rows")
+    rows, structure = tree_flatten(xs)
+    count = _check_rows(keep, rows)
+    index = keep.nonzero().squeeze(1)
+    kept = index.shape[0]
+    some = is_compiling() or kept < count  # a compiled graph is one for every number of rows
+    if some:
+        rows = [None if row is None else row.index_select(0, index) for row in rows]
+    results, structure_of_results = tree_flatten(fn(*tree_unflatten(rows, structure)))
+    for result in results:
+        _check_result_rows(result, kept)
+    if some:
+        whole = [None if r is None else _placed(r, index, count, fill_value, "apply_rows") for r in results]
+    else:
+        whole = [None if r is None else r.to(_dtype_for(r, fill_value, "apply_rows")) for r in results]
+    return tree_unflatten(whole, structure_of_results)
+
+
+def _check_rows(keep: Any, rows: Sequence[Any]) -> int:
+    tensors = [row for row in rows if row is not None]
+    if not tensors:
+        raise ArgumentValueError(
+            "apply_rows(): there is no tensor in xs.",
+            why="without one there are no rows to choose from.",
+            fix="apply_rows(keep, fn, x)",
+        )
+    for row in tensors:
+        check_tensor(row, name="xs", function="apply_rows")
+    check_keep(keep, keep if isinstance(keep, torch.Tensor) else tensors[0], function="apply_rows")
+    if keep.dim() != 1 or any(row.dim() == 0 or len(row) != len(keep) for row in tensors):
+        raise ArgumentValueError(
+            f"apply_rows(): `keep` has shape {tuple(keep.shape)}, xs have "
+            f"{', '.join(str(tuple(row.shape)) for row in tensors)}.",
+            why="keep has one answer for each row, and a row is an entry of the first dimension of every x.",
+            fix="apply_rows(keep.all(dim=1), fn, x)   # if keep has one answer for each element",
+        )
+    for row in tensors:
+        check_keep(keep.reshape(-1, *[1] * (row.dim() - 1)), row, function="apply_rows")
+    if not is_compiling() and not has_data(keep):
+        raise ArgumentValueError(
+            "apply_rows(): the values of `keep` cannot be read here (vmap, FakeTensorMode or the meta device).",
+            why="how many rows fn sees depends on them, and here there is not one number of rows.",
+            fix="gg.apply_rows(keep, torch.vmap(fn), x)   # apply_rows around vmap instead of inside it",
+        )
+    return len(keep)
+
+
+def _check_result_rows(result: Any, kept: int) -> None:
+    if result is None:
+        return
+    if not isinstance(result, torch.Tensor):
+        raise ArgumentTypeError(
+            f"apply_rows(): `fn` gave {describe(result)}.",
+            why="only tensors have rows that can go back to their places.",
+            fix="return a tensor, or a tuple, list or dict of tensors; torch.full((len(x),), value) for a number",
+        )
+    if result.dim() == 0 or result.shape[0] != kept:
+        raise ArgumentValueError(
+            f"apply_rows(): `fn` was called with {kept} rows and gave {describe(result)}.",
+            why="it has to give one row for each row, so that each can go back to its place.",
+            fix="fn=lambda x: loss(x, reduction='none')   # results for each row, not for the batch",
+        )
+
+
+# --- results back in their places -----------------------------------------------------------------------------------
+
+
+def _placed(values: torch.Tensor, index: torch.Tensor, count: int, fill_value: complex, function: str) -> torch.Tensor:
+    dtype = _dtype_for(values, fill_value, function)
+    whole = torch.full((count, *values.shape[1:]), fill_value, dtype=dtype, device=values.device)
+    return whole.index_copy(0, index, values.to(dtype))
+
+
+def _dtype_for(values: torch.Tensor, fill_value: complex, function: str) -> torch.dtype:
+    """Give the dtype of the result: that of the values if it can hold the fill value, else what both promote to."""
+    dtype = values.dtype
+    if dtype is torch.bool and fill_value in (0, 1):
+        return dtype
+    promoted = (torch.empty(0, dtype=dtype) * fill_value).dtype  # torch.result_type cannot be traced
+    if promoted.is_floating_point or promoted.is_complex or isinstance(fill_value, bool):
+        return promoted
+    # Integers: torch would wrap -1 to 255 in silence.
+    info = torch.iinfo(promoted)
+    if not info.min <= fill_value.real <= info.max:
+        raise ArgumentValueError(
+            f"{function}(): `fill_value` is {fill_value}, the result is {str(promoted).removeprefix('torch.')}.",
+            why=f"that dtype holds {info.min} to {info.max}.",
+            fix=f"{function}(..., fill_value=0), or let fn give result.long()",
+        )
+    return promoted
+
+
+def _check_fill_value(fill_value: object, function: str) -> None:
+    if not isinstance(fill_value, bool | int | float | complex):
+        raise ArgumentTypeError(
+            f"{function}(): `fill_value` is {describe(fill_value)}.",
+            why="one number stands for everything that is not kept.",
+            fix=f"{function}(..., fill_value=float('nan'))",
+        )

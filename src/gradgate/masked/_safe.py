@@ -1,0 +1,318 @@
+"""Operations with a defined value and a defined gradient at the points where the plain ones have none.
+
+All of them are built in one way: a bad element is replaced *before* the operation, and its result is replaced after
+it. Nothing non-finite then exists that a gradient of 0 could be multiplied with, in any order of differentiation.
+Away from the bad points value and gradient are those of the plain operation, bit for bit. NaN is not a bad point: it
+comes out as NaN, as it does from the plain operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradgate._checks import check_tensor
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = [
+    "safe_divide",
+    "safe_log",
+    "safe_sqrt",
+    "safe_pow",
+    "safe_norm",
+    "safe_normalize",
+    "safe_acos",
+    "safe_asin",
+]
+
+
+def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill: complex = 0) -> torch.Tensor:
+    """Divide, with a defined result where the divisor is 0.
+
+    Args:
+        x: The numerator, a tensor or a number.
+        y: The denominator, a tensor or a number; the two broadcast, and at least one of them is a tensor.
+        fill: What a division by 0 gives, whatever the numerator is.
+
+    Returns:
+        `x / y`, and `fill` where y is 0.
+
+    Raises:
+        ArgumentTypeError: Neither x nor y is a tensor, or `fill` is not a number.
+
+    Gradient:
+        That of `x / y`; exactly 0 to both x and y where y is 0.
+
+    Example:
+        >>> gg.masked.safe_divide(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 0.0, 0.0]))
+        tensor([0.5000, 0.0000, 0.0000])
+    """
+    _check_fill(fill, "masked.safe_divide")
+    if not isinstance(y, torch.Tensor):
+        x = check_tensor(x, name="x", function="masked.safe_divide")
+        if y != 0:
+            return x / y
+        y = torch.zeros((), dtype=x.dtype, device=x.device)
+    bad = y == 0
+    return torch.where(bad, fill, x / torch.where(bad, 1, y))
+
+
+def safe_log(x: torch.Tensor, *, fill: complex = 0) -> torch.Tensor:
+    """Take the natural logarithm, with a defined result at 0 and beneath.
+
+    Args:
+        x: The values.
+        fill: What 0 and, for real x, negative values give.
+
+    Returns:
+        `log(x)`, and `fill` at the bad points.
+
+    Raises:
+        ArgumentTypeError: x is not a tensor, or `fill` is not a number.
+
+    Gradient:
+        That of `log(x)`; exactly 0 where `fill` was given.
+
+    Example:
+        >>> gg.masked.safe_log(torch.tensor([1.0, 0.0, -2.0]), fill=-100)
+        tensor([   0., -100., -100.])
+    """
+    check_tensor(x, name="x", function="masked.safe_log")
+    _check_fill(fill, "masked.safe_log")
+    bad = x == 0 if x.is_complex() else x <= 0
+    return torch.where(bad, fill, torch.where(bad, 1, x).log())
+
+
+def safe_sqrt(x: torch.Tensor, *, fill: complex = 0) -> torch.Tensor:
+    """Take the square root, with a gradient of 0 at 0 and a defined result beneath.
+
+    Args:
+        x: The values.
+        fill: What negative values give, for real x.
+
+    Returns:
+        `sqrt(x)`, and `fill` where x is negative.
+
+    Raises:
+        ArgumentTypeError: x is not a tensor, or `fill` is not a number.
+
+    Gradient:
+        That of `sqrt(x)`; exactly 0 where x is 0 (the plain one is infinite) or negative.
+
+    Example:
+        >>> x = torch.tensor([4.0, 0.0, -1.0], requires_grad=True)
+        >>> gg.masked.safe_sqrt(x).sum().backward()
+        >>> x.grad
+        tensor([0.2500, 0.0000, 0.0000])
+    """
+    check_tensor(x, name="x", function="masked.safe_sqrt")
+    _check_fill(fill, "masked.safe_sqrt")
+    zero = x == 0
+    bad = zero if x.is_complex() else x <= 0
+    return torch.where(zero, 0, torch.where(bad, fill, torch.where(bad, 1, x).sqrt()))
+
+
+def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0) -> torch.Tensor:
+    """Raise to a power, with a defined result where the plain one is infinite or has no real value.
+
+    Args:
+        x: The base, real.
+        exponent: The exponent, a real tensor or number; the two broadcast.
+        fill: What 0 to a negative power, and a negative number to a power that is not whole, give.
+
+    Returns:
+        `x ** exponent`, and `fill` at the bad points.
+
+    Raises:
+        ArgumentTypeError: x is not a real tensor, `exponent` is not real, or `fill` is not a number.
+
+    Gradient:
+        That of `x ** exponent`. Exactly 0 to both where `fill` was given, and at 0 to a positive power that is not
+        whole (beneath the power 1 the plain one is infinite). Where x is 0 or negative, exactly 0 to `exponent`
+        (beneath 0 the plain one is NaN).
+
+    Example:
+        >>> x = torch.tensor([4.0, 0.0, -8.0], requires_grad=True)
+        >>> y = gg.masked.safe_pow(x, 0.5)
+        >>> y.sum().backward()
+        >>> y.detach(), x.grad
+        (tensor([2., 0., 0.]), tensor([0.2500, 0.0000, 0.0000]))
+    """
+    _check_real(x, "x", "masked.safe_pow")
+    _check_fill(fill, "masked.safe_pow")
+    if not isinstance(exponent, torch.Tensor):
+        power = torch.as_tensor(exponent, dtype=torch.float64, device=x.device)
+        bad, bad_zero = _bad_power(x, power)
+        return torch.where(bad_zero, 0, torch.where(bad, fill, torch.where(bad, 1, x) ** exponent))
+    _check_real(exponent, "exponent", "masked.safe_pow")
+    bad, bad_zero = _bad_power(x, exponent)
+    # The gradient to the exponent needs log(x), so at x <= 0 it is not even asked for: the exponent is detached.
+    # The power 0 stays out of that: 1 ** 0 has the same value and gradient, and a second gradient that is not NaN.
+    low = ~bad & (x <= 0) & (exponent != 0)
+    result = torch.where(x <= 0, 1, x) ** torch.where(bad, 1, exponent)
+    result = torch.where(low, torch.where(low, x, 1) ** torch.where(low, exponent.detach(), 1), result)
+    return torch.where(bad_zero, 0, torch.where(bad, fill, result))
+
+
+def _bad_power(x: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say where `x ** power` is bad, and where of these its value is plainly 0."""
+    broken = (power != power.floor()) | torch.isinf(power)
+    bad = ((x < 0) & broken & ~torch.isnan(power)) | ((x == 0) & (broken | (power < 0)) & ~torch.isnan(power))
+    return bad, bad & (x == 0) & (power > 0)
+
+
+def safe_norm(
+    x: torch.Tensor, dim: int | Sequence[int] | None = None, *, ord: float = 2, keepdim: bool = False
+) -> torch.Tensor:
+    """Give the length of vectors, with a gradient of 0 at the zero vector, in every order.
+
+    Args:
+        x: The values, floating or complex.
+        dim: The dimension or dimensions to reduce; all of them if None.
+        ord: Which norm, from 1 to infinity.
+        keepdim: Keep the reduced dimensions with size 1.
+
+    Returns:
+        `torch.linalg.vector_norm(x, ord, dim)`; 0 for a zero vector and for a vector without elements.
+
+    Raises:
+        ArgumentTypeError: x is not a floating or complex tensor.
+        ArgumentValueError: `ord` is less than 1.
+
+    Gradient:
+        That of the plain norm; exactly 0 at the zero vector, and so are the second gradient and all further ones.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)
+        >>> gg.masked.safe_norm(x, dim=1).sum().backward()
+        >>> x.grad
+        tensor([[0.6000, 0.8000],
+                [0.0000, 0.0000]])
+    """
+    zero, safe = _without_zero_vectors(x, dim, ord, "masked.safe_norm")
+    norm = _norm(safe, ord, dim, keepdim)
+    return torch.where(zero.reshape(norm.shape), 0, norm)
+
+
+def safe_normalize(x: torch.Tensor, dim: int | Sequence[int] | None = -1, *, ord: float = 2) -> torch.Tensor:
+    """Scale vectors to length 1; a zero vector stays zero, with a gradient of 0.
+
+    Args:
+        x: The values, floating or complex.
+        dim: The dimension or dimensions that make a vector; all of them if None.
+        ord: Which norm, from 1 to infinity.
+
+    Returns:
+        `x / norm(x)`; a zero vector stays zero.
+
+    Raises:
+        ArgumentTypeError: x is not a floating or complex tensor.
+        ArgumentValueError: `ord` is less than 1.
+
+    Gradient:
+        That of `x / norm(x)`; exactly 0 at the zero vector, where `torch.nn.functional.normalize` gives 1e12.
+
+    Example:
+        >>> gg.masked.safe_normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        tensor([[0.6000, 0.8000],
+                [0.0000, 0.0000]])
+    """
+    zero, safe = _without_zero_vectors(x, dim, ord, "masked.safe_normalize")
+    return torch.where(zero, 0, safe / _norm(safe, ord, dim, True))
+
+
+def _without_zero_vectors(
+    x: torch.Tensor, dim: int | Sequence[int] | None, ord: float, function: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say which vectors have the length 0, and give x with ones in their place."""
+    check_tensor(x, name="x", function=function)
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ArgumentTypeError(
+            f"{function}(): `x` is {describe(x)}.",
+            why="a length is not whole, and integers have no gradient.",
+            fix=f"{function}(x.float(), ...)",
+        )
+    if not ord >= 1:
+        raise ArgumentValueError(
+            f"{function}(): `ord` is {ord}.",
+            why="beneath 1 it is not a norm, and its gradient is infinite wherever an element is 0.",
+            fix="ord=1, ord=2 or ord=float('inf')",
+        )
+    zero = _norm(x.detach(), ord, dim, True) == 0
+    return zero, torch.where(zero, 1, x)
+
+
+def _norm(x: torch.Tensor, ord: float, dim: int | Sequence[int] | None, keepdim: bool) -> torch.Tensor:
+    # All norms of nothing are 0, but torch refuses the infinite one.
+    dims = dim if dim is None or isinstance(dim, int) else tuple(dim)
+    norm: torch.Tensor = torch.linalg.vector_norm(x, ord if x.numel() else 2, dims, keepdim)
+    return norm
+
+
+def safe_acos(x: torch.Tensor) -> torch.Tensor:
+    """Give the angle of a cosine, also for a cosine of 1 and, by rounding, a little more.
+
+    Args:
+        x: Cosines, real.
+
+    Returns:
+        `acos(x)`; beyond -1 and 1 its value there.
+
+    Raises:
+        ArgumentTypeError: x is not a real tensor.
+
+    Gradient:
+        That of `acos(x)`; exactly 0 at -1 and 1 (the plain one is infinite) and beyond (the plain one is NaN).
+
+    Example:
+        >>> gg.masked.safe_acos(torch.tensor([0.0, 1.0, 1.0000002, -1.0]))
+        tensor([1.5708, 0.0000, 0.0000, 3.1416])
+    """
+    _check_real(x, "x", "masked.safe_acos")
+    bad = x.abs() >= 1
+    return torch.where(bad, x.detach().clamp(-1, 1).acos(), torch.where(bad, 0, x).acos())
+
+
+def safe_asin(x: torch.Tensor) -> torch.Tensor:
+    """Give the angle of a sine, also for a sine of 1 and, by rounding, a little more.
+
+    Args:
+        x: Sines, real.
+
+    Returns:
+        `asin(x)`; beyond -1 and 1 its value there.
+
+    Raises:
+        ArgumentTypeError: x is not a real tensor.
+
+    Gradient:
+        That of `asin(x)`; exactly 0 at -1 and 1 (the plain one is infinite) and beyond (the plain one is NaN).
+
+    Example:
+        >>> gg.masked.safe_asin(torch.tensor([0.0, 1.0, 1.0000002, -1.0]))
+        tensor([ 0.0000,  1.5708,  1.5708, -1.5708])
+    """
+    _check_real(x, "x", "masked.safe_asin")
+    bad = x.abs() >= 1
+    return torch.where(bad, x.detach().clamp(-1, 1).asin(), torch.where(bad, 0, x).asin())
+
+
+def _check_fill(fill: object, function: str) -> None:
+    if not isinstance(fill, bool | int | float | complex):
+        raise ArgumentTypeError(
+            f"{function}(): `fill` is {describe(fill)}.",
+            why="one number stands at all the bad points.",
+            fix=f"{function}(..., fill=0.0)",
+        )
+
+
+def _check_real(x: torch.Tensor, name: str, function: str) -> None:
+    check_tensor(x, name=name, function=function)
+    if x.is_complex():
+        raise ArgumentTypeError(
+            f"{function}(): `{name}` is {describe(x)}.",
+            why="its bad points are those of real numbers; complex numbers have others.",
+            fix=f"{function}({name}.real, ...)",
+        )
