@@ -5,21 +5,26 @@ Each name says what it promises; where torch changes, this file changes and noth
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
     "apply_function",
+    "assert_later",
     "has_data",
+    "inside_forward_mode",
     "inside_functorch",
     "is_compiling",
     "read_grad_mode",
     "tree_flatten",
     "tree_unflatten",
+    "without_copy",
     "write_grad_mode",
 ]
 
@@ -32,6 +37,11 @@ write_grad_mode = torch._C._set_grad_enabled
 
 inside_functorch = torch._C._are_functorch_transforms_active
 """Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
+
+
+# torch.compile keeps it in the graph, FakeTensorMode knows it, a GPU runs it without waiting; vmap has no rule for it.
+assert_later = torch._assert_async
+"""Raise a RuntimeError with this message when the device finds the condition false; nothing waits for it."""
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -74,3 +84,29 @@ def _is_concrete(tensor: torch.Tensor) -> bool:
             return False
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def inside_forward_mode() -> bool:
+    """Tell whether a level of forward-mode differentiation is open in this thread (torch.func.jvp opens one too)."""
+    return forward_ad._current_level >= 0
+
+
+def without_copy(x: torch.Tensor) -> torch.Tensor:
+    """Give a tensor of its own with the values, strides and memory of x; autograd follows it.
+
+    Activations are shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
+    operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone). Parameters
+    are not: their memory must stay where it is, so the result is a view, and autograd refuses to overwrite a view
+    that an autograd Function returns. The same for memory that torch does not own (numpy's, shared memory).
+
+    Args:
+        x: A strided tensor.
+
+    Returns:
+        The same values under another name.
+    """
+    owner = x if x._base is None else x._base
+    if not (owner.is_leaf and owner.requires_grad):
+        with suppress(RuntimeError):  # memory, layouts and subclasses that cannot be shared in this way
+            return torch._lazy_clone(x)
+    return x.view_as(x)

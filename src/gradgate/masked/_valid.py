@@ -12,7 +12,7 @@ from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError
 
-__all__ = ["Exclude", "mask_of", "valid"]
+__all__ = ["Exclude", "Number", "mask_of", "stored", "valid"]
 
 Number: TypeAlias = bool | int | float | complex
 Exclude: TypeAlias = Number | Iterable[Number] | torch.Tensor | None
@@ -80,9 +80,9 @@ def _matches(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch
             yield _matches_tensor(x, element)
         return
     for number in _numbers(exclude, function):
-        stored = _stored(number, x.dtype)
-        if stored is not None:
-            yield torch.isnan(x) if stored != stored else x == stored
+        value = stored(number, x.dtype)
+        if value is not None:
+            yield torch.isnan(x) if value != value else x == value
 
 
 def _numbers(exclude: Any, function: str) -> list[Number]:
@@ -101,16 +101,24 @@ def _numbers(exclude: Any, function: str) -> list[Number]:
     return found
 
 
-def _stored(number: Number, dtype: torch.dtype) -> Number | None:
-    """Give the number in a form that compares as the dtype would store it, or None if it cannot."""
+def stored(number: Number, dtype: torch.dtype) -> Number | None:
+    """Give a number as a tensor of this dtype would take it, or None if it cannot hold it.
+
+    Args:
+        number: The number.
+        dtype: The dtype.
+
+    Returns:
+        A number of the kind of the dtype, rounded no further than the dtype itself does.
+    """
     if dtype.is_complex:
-        parts = [_stored_real(part, dtype.to_real()) for part in (number.real, number.imag)]
+        parts = [_stored_real(part, dtype) for part in (number.real, number.imag)]
         return None if None in parts else complex(*parts)  # type: ignore[arg-type]
     return None if number.imag else _stored_real(number.real, dtype)
 
 
 def _stored_real(number: float, dtype: torch.dtype) -> float | None:
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         if not math.isfinite(number):
             return float(number)
         info = torch.finfo(dtype)
@@ -119,7 +127,9 @@ def _stored_real(number: float, dtype: torch.dtype) -> float | None:
     if not math.isfinite(number) or number != int(number):
         return None
     low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return int(number) if low <= number <= high else None
+    if not low <= number <= high:
+        return None
+    return bool(number) if dtype is torch.bool else int(number)
 
 
 def _matches_tensor(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -127,11 +137,11 @@ def _matches_tensor(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     fits = None
     if value.is_complex() and not x.is_complex():
         fits, value = value.imag == 0, value.real
-    stored = value.to(device=x.device, dtype=x.dtype)
-    matched = x == stored
+    same = value.to(device=x.device, dtype=x.dtype)
+    matched = x == same
     if x.is_floating_point() or x.is_complex():
-        matched = matched | (torch.isnan(x) & torch.isnan(stored))
-        same = (torch.isinf(stored) == torch.isinf(value)) & ((stored == 0) == (value == 0))
+        matched = matched | (torch.isnan(x) & torch.isnan(same))
+        fitting = (torch.isinf(same) == torch.isinf(value)) & ((same == 0) == (value == 0))
     else:
-        same = (stored.to(value.dtype) == value) & ((stored < 0) == (value < 0))
-    return matched & same if fits is None else matched & same & fits
+        fitting = (same.to(value.dtype) == value) & ((same < 0) == (value < 0))
+    return matched & fitting if fits is None else matched & fitting & fits

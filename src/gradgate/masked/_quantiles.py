@@ -1,0 +1,181 @@
+"""Where what is kept lies in order: median and quantile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from gradgate._names import describe, listed
+from gradgate.errors import ArgumentValueError
+from gradgate.masked._slices import Dim, Empty, Slices, slices_of
+from gradgate.masked._valid import Exclude
+
+__all__ = ["median", "quantile"]
+
+Interpolation: TypeAlias = Literal["linear", "lower", "higher", "midpoint", "nearest"]
+
+
+def median(
+    x: torch.Tensor,
+    dim: Dim = None,
+    *,
+    keepdim: bool = False,
+    keep: torch.Tensor | None = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+    interpolation: Interpolation = "midpoint",
+) -> torch.Tensor:
+    """Give the median of the elements that are kept: of an even number, the mean of the two in the middle.
+
+    Args:
+        x: The values, of any real dtype.
+        dim: The dimension to reduce, several of them, or None for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        interpolation: Which of the two in the middle: "midpoint" for their mean as in numpy, "lower" as in
+            torch.median, "higher", ...
+
+    Returns:
+        The median of each slice; NaN if NaN is kept. Integers become torch's default floating dtype unless one of
+        the two is chosen ("lower", "higher", "nearest").
+
+    Raises:
+        ArgumentTypeError: x is complex.
+        ArgumentValueError: The interpolation is unknown.
+        NothingKeptError: A slice has nothing kept and the result is of integers, or `empty="raise"`.
+
+    Gradient:
+        1 to the element in the middle, or 1/2 to each of the two; exactly 0 to all others, to what is not kept, and
+        to a slice where NaN is kept.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0, -999.0])
+        >>> gg.masked.median(x, exclude=-999), gg.masked.median(x, exclude=-999, interpolation="lower")
+        (tensor(2.5000), tensor(2.))
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.median", keepdim=keepdim, empty=empty)
+    return _quantile(slices, 0.5, interpolation)
+
+
+def quantile(
+    x: torch.Tensor,
+    q: float | Sequence[float] | torch.Tensor,
+    dim: Dim = None,
+    *,
+    keepdim: bool = False,
+    keep: torch.Tensor | None = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+    interpolation: Interpolation = "linear",
+) -> torch.Tensor:
+    """Give quantiles of the elements that are kept, for slices of any size.
+
+    Args:
+        x: The values, of any real dtype.
+        q: Which quantile, from 0 to 1, or a sequence or 1-D tensor of them.
+        dim: The dimension to reduce, several of them, or None for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        interpolation: What lies between two elements, as in torch.quantile: "linear", "lower", "higher",
+            "midpoint" or "nearest".
+
+    Returns:
+        The quantile of each slice; NaN if NaN is kept. With several q, they are the first dimension. Integers become
+        torch's default floating dtype unless one element is chosen ("lower", "higher", "nearest").
+
+    Raises:
+        ArgumentTypeError: x is complex.
+        ArgumentValueError: q is not between 0 and 1, or the interpolation is unknown. A q that is a tensor is not
+            looked at; a value of it that is not between 0 and 1 gives NaN.
+        NothingKeptError: A slice has nothing kept and the result is of integers, or `empty="raise"`.
+
+    Gradient:
+        To the one or two elements that the quantile lies on or between, by their weights; exactly 0 to all others,
+        to what is not kept, and to a slice where NaN is kept.
+
+    Example:
+        >>> gg.masked.quantile(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 1e9]), [0.25, 0.5], exclude=1e9)
+        tensor([1., 2.])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.quantile", keepdim=keepdim, empty=empty)
+    return _quantile(slices, q, interpolation)
+
+
+def _quantile(slices: Slices, q: float | Sequence[float] | torch.Tensor, interpolation: Interpolation) -> torch.Tensor:
+    slices.refuse(complexes=True)
+    chooses = interpolation in ("lower", "higher", "nearest")
+    if interpolation not in get_args(Interpolation):
+        raise ArgumentValueError(
+            f"{slices.function}(): `interpolation` is {describe(interpolation)}.",
+            why=f"it is one of {listed(get_args(Interpolation))}.",
+            fix='interpolation="lower"',
+        )
+    if not slices.x.is_floating_point() and not chooses:
+        slices.x = slices.x.to(torch.get_default_dtype())
+    several, levels = _levels(q, slices)
+    one = slices.with_mask().in_one_dim()
+    mask = one.full_mask()
+    number = mask.sum(-1)
+    # NaN and what is left out go to the end together; a slice with NaN in it is NaN, whatever its order.
+    is_float = one.x.is_floating_point()
+    ordered = one.filled(math.nan if is_float else _last(one.x.dtype)).sort(stable=True, dim=-1).values
+    rank = levels * (number - 1).clamp(min=0).unsqueeze(-1)
+    result = _at(ordered, rank, interpolation)
+    if is_float:
+        poisoned = (mask & torch.isnan(one.x)).any(-1, keepdim=True)
+        result = torch.where(poisoned | ~((levels >= 0) & (levels <= 1)), math.nan, result)
+    result = result.movedim(-1, 0) if several else result.squeeze(-1)
+    return slices.settle(slices.reduced(result, leading=int(several)), number=slices.reduced(number))
+
+
+def _levels(q: float | Sequence[float] | torch.Tensor, slices: Slices) -> tuple[bool, torch.Tensor]:
+    """Give whether there are several quantiles, and all of them in a 1-D float64 tensor."""
+    if isinstance(q, torch.Tensor):
+        if q.dim() > 1:
+            raise ArgumentValueError(
+                f"{slices.function}(): `q` is {describe(q)}.",
+                why="quantiles become the first dimension of the result, so there is room for one dimension of them.",
+                fix="q=q.flatten()",
+            )
+        return q.dim() == 1, q.to(slices.x.device, torch.float64).reshape(-1)
+    several = not isinstance(q, int | float)
+    wanted = [float(level) for level in q] if several else [float(q)]  # type: ignore[union-attr, arg-type]
+    for level in wanted:
+        if not 0 <= level <= 1:
+            raise ArgumentValueError(
+                f"{slices.function}(): `q` has {level}.",
+                why="a quantile is a share of the elements, from 0 (the smallest) to 1 (the largest).",
+                fix=f"q={level / 100 if 1 < level <= 100 else 0.5}",
+            )
+    return several, torch.tensor(wanted, dtype=torch.float64, device=slices.x.device)
+
+
+def _at(ordered: torch.Tensor, rank: torch.Tensor, interpolation: Interpolation) -> torch.Tensor:
+    """Read values in order at ranks that may lie between two of them."""
+    last = ordered.shape[-1] - 1
+    if interpolation == "nearest":
+        rank = rank.round()
+    below, above = rank.detach().floor(), rank.detach().ceil()
+    low = ordered.gather(-1, below.clamp(0, last).long())
+    if interpolation in ("lower", "nearest"):
+        return low
+    high = ordered.gather(-1, above.clamp(0, last).long())
+    if interpolation == "higher":
+        return high
+    weight = torch.full_like(rank, 0.5) if interpolation == "midpoint" else rank - below
+    weight = weight.to(ordered.dtype)
+    # Between infinities there is no distance to go along, but there may be a mean.
+    finite = torch.isfinite(low) & torch.isfinite(high)
+    between = torch.where(weight == 0, low, low * (1 - weight) + high * weight)
+    return torch.where(finite, torch.lerp(low, high, weight), between)
+
+
+def _last(dtype: torch.dtype) -> int:
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
