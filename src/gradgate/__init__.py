@@ -11,23 +11,68 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradgate import edits as edits
+    from gradgate import gates as gates
     from gradgate import ledger as ledger
     from gradgate import masked as masked
+    from gradgate import modes as modes
+    from gradgate.edits import at as at
     from gradgate.errors import GradgateError as GradgateError
     from gradgate.errors import TooManyBadSamples as TooManyBadSamples
+    from gradgate.gates import ClipGrad as ClipGrad
+    from gradgate.gates import FiniteGrad as FiniteGrad
+    from gradgate.gates import Gate as Gate
+    from gradgate.gates import GateMeter as GateMeter
+    from gradgate.gates import ReverseGrad as ReverseGrad
+    from gradgate.gates import ScaleGrad as ScaleGrad
+    from gradgate.gates import clip_grad as clip_grad
+    from gradgate.gates import finite_grad as finite_grad
+    from gradgate.gates import gate as gate
+    from gradgate.gates import reverse_grad as reverse_grad
+    from gradgate.gates import scale_grad as scale_grad
+    from gradgate.gates import straight_through as straight_through
     from gradgate.ledger import Ledger as Ledger
+    from gradgate.masked import apply_rows as apply_rows
+    from gradgate.masked import apply_where as apply_where
+    from gradgate.modes import carry_mode as carry_mode
+    from gradgate.modes import enable_grad as enable_grad
+    from gradgate.modes import grad_mode as grad_mode
+    from gradgate.modes import is_grad_enabled as is_grad_enabled
+    from gradgate.modes import no_grad as no_grad
+    from gradgate.modes import set_grad_enabled as set_grad_enabled
     from gradgate.records import Finding as Finding
     from gradgate.records import Incident as Incident
 
 # Each public name and the room that it lives in; tests/test_contracts.py keeps this equal to the imports above.
 _ROOM_OF = {
+    "ClipGrad": "gates",
     "Finding": "records",
+    "FiniteGrad": "gates",
+    "Gate": "gates",
+    "GateMeter": "gates",
     "GradgateError": "errors",
     "Incident": "records",
     "Ledger": "ledger",
+    "ReverseGrad": "gates",
+    "ScaleGrad": "gates",
     "TooManyBadSamples": "errors",
+    "apply_rows": "masked",
+    "apply_where": "masked",
+    "at": "edits",
+    "carry_mode": "modes",
+    "clip_grad": "gates",
+    "enable_grad": "modes",
+    "finite_grad": "gates",
+    "gate": "gates",
+    "grad_mode": "modes",
+    "is_grad_enabled": "modes",
+    "no_grad": "modes",
+    "reverse_grad": "gates",
+    "scale_grad": "gates",
+    "set_grad_enabled": "modes",
+    "straight_through": "gates",
 }
-_ROOMS = ("errors", "ledger", "masked", "records")
+_ROOMS = ("edits", "errors", "gates", "ledger", "masked", "modes", "records")
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
 
