@@ -7,6 +7,7 @@ gradient of exactly 0, also when it is NaN or infinite, and also when the gradie
 
 from gradgate.masked._apply import apply_rows, apply_where
 from gradgate.masked._extremes import amax, amin, argmax, argmin
+from gradgate.masked._normalization import batch_norm, layer_norm
 from gradgate.masked._norms import norm, normalize
 from gradgate.masked._quantiles import median, quantile
 from gradgate.masked._safe import (
@@ -44,6 +45,8 @@ __all__ = [
     "log_softmax",
     "normalize",
     "cumsum",
+    "batch_norm",
+    "layer_norm",
     "apply_where",
     "apply_rows",
     "safe_divide",

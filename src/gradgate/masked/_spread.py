@@ -10,7 +10,7 @@ from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._sums import accumulated
 from gradgate.masked._valid import Exclude
 
-__all__ = ["std", "var"]
+__all__ = ["distances", "std", "var"]
 
 
 def var(
@@ -108,13 +108,25 @@ def std(
     return slices.settle(settled.to(undefined.dtype), natural=math.nan, number=number)
 
 
-def _variance(slices: Slices, correction: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give the variance where it is defined, what stands in its place elsewhere, and the number kept."""
-    slices = Slices(slices.x, slices.full_mask(), slices.dims, slices.keepdim, slices.empty, slices.function)
-    number = slices.number(keepdim=True)
+def distances(slices: Slices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give how far each kept element is from the mean of the kept ones of its slice.
+
+    Args:
+        slices: What is looked at.
+
+    Returns:
+        The distances, 0 where an element is left out, the means, and the numbers kept; halves become float32.
+    """
+    mask = slices.full_mask()
+    number = mask.sum(slices.dims, keepdim=True)
     center = accumulated(slices, keepdim=True) / number.clamp(min=1)
     # What is left out is taken away before and after: its distance to the center is no number to build on.
-    distance = torch.where(slices.full_mask(), slices.filled(0) - center, 0)
+    return torch.where(mask, slices.filled(0) - center, 0), center, number
+
+
+def _variance(slices: Slices, correction: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give the variance where it is defined, what stands in its place elsewhere, and the number kept."""
+    distance, _, number = distances(slices)
     parts = (distance.real, distance.imag) if distance.is_complex() else (distance,)
     squares = torch.stack([(part * part).sum(slices.dims, keepdim=slices.keepdim) for part in parts]).sum(0)
     number = number.reshape(squares.shape)

@@ -1,0 +1,159 @@
+"""Normalization layers whose statistics see only what is kept: batch_norm and layer_norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradgate._checks import check_tensor
+from gradgate._names import describe
+from gradgate.errors import ArgumentValueError
+from gradgate.masked._slices import Slices, slices_of
+from gradgate.masked._spread import distances
+from gradgate.masked._valid import Exclude
+
+__all__ = ["batch_norm", "layer_norm"]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    keep: torch.Tensor | None = None,
+    exclude: Exclude = None,
+) -> torch.Tensor:
+    """Normalize over the last dimensions, with the mean and the variance of the elements that are kept.
+
+    Args:
+        x: The values, floating.
+        normalized_shape: The sizes of the last dimensions, over which is normalized.
+        weight: A factor for each place of `normalized_shape`.
+        bias: What is added at each place of `normalized_shape`.
+        eps: What is added to the variance.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+
+    Returns:
+        A tensor of the shape of x, 0 where an element is left out.
+
+    Raises:
+        ArgumentTypeError: x is not floating.
+        ArgumentValueError: The last dimensions of x do not have `normalized_shape`.
+
+    Gradient:
+        That of torch.nn.functional.layer_norm of what is kept, to x, weight and bias; exactly 0 to what is left out,
+        and nothing comes back from its place.
+
+    Example:
+        >>> gg.masked.layer_norm(torch.tensor([[1.0, 3.0, 1e9]]), [3], exclude=1e9)
+        tensor([[-1.0000,  1.0000,  0.0000]])
+    """
+    shape = tuple(normalized_shape)
+    slices = slices_of(x, tuple(range(-len(shape), 0)), keep, exclude, function="masked.layer_norm", keepdim=True)
+    slices.refuse(integers=True, complexes=True)
+    if tuple(x.shape[x.dim() - len(shape) :]) != shape:
+        raise ArgumentValueError(
+            f"masked.layer_norm(): `normalized_shape` is {shape}, x is {describe(x)}.",
+            why="it says the sizes of the last dimensions of x.",
+            fix=f"normalized_shape={tuple(x.shape[-1:])}",
+        )
+    if slices.mask is None:
+        return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+    distance, _, number = distances(slices)
+    variance = (distance * distance).sum(slices.dims, keepdim=True) / number.clamp(min=1)
+    return _scaled(slices, distance * (variance + eps).rsqrt(), weight, bias)
+
+
+def batch_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    keep: torch.Tensor | None = None,
+    exclude: Exclude = None,
+) -> torch.Tensor:
+    """Normalize each channel (dimension 1), with the mean and the variance of the elements that are kept.
+
+    Args:
+        x: The values, floating, of shape (samples, channels, ...).
+        running_mean: The running mean of each channel, or None; written in training.
+        running_var: The running variance of each channel, or None; written in training.
+        weight: A factor for each channel.
+        bias: What is added to each channel.
+        training: Whether to use the statistics of x and move the running ones, or to use the running ones.
+        momentum: How far the running statistics move.
+        eps: What is added to the variance.
+        keep: A boolean mask that broadcasts to x; True takes part. A mask of samples is `keep[:, None]`, one of
+            places in a sequence of shape (samples, channels, length) is `keep[:, None, :]`.
+        exclude: A value or values that do not take part; NaN matches NaN.
+
+    Returns:
+        A tensor of the shape of x, 0 where an element is left out. In a channel with nothing kept the running
+        statistics stay; with one element kept that is 0 before weight and bias, and the running variance stays.
+
+    Raises:
+        ArgumentTypeError: x is not floating.
+        ArgumentValueError: x has no channels, or there are no running statistics to use.
+
+    Gradient:
+        That of torch.nn.functional.batch_norm of what is kept, to x, weight and bias; exactly 0 to what is left out,
+        and nothing comes back from its place. None to the running statistics.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0], [float("nan")]])
+        >>> gg.masked.batch_norm(x, None, None, training=True, exclude=float("nan")).flatten()
+        tensor([-1.0000,  1.0000,  0.0000])
+    """
+    function = "masked.batch_norm"
+    if check_tensor(x, name="x", function=function).dim() < 2:
+        raise ArgumentValueError(
+            f"{function}(): x is {describe(x)}.", why="dimension 1 is the channels.", fix="x.unsqueeze(1)"
+        )
+    if not training and (running_mean is None or running_var is None):
+        raise ArgumentValueError(
+            f"{function}(): there are no running statistics and `training` is False.",
+            why="without training, the running mean and variance are what is normalized with.",
+            fix="training=True, or give running_mean and running_var",
+        )
+    slices = slices_of(x, (0, *range(2, x.dim())), keep, exclude, function=function, keepdim=True)
+    slices.refuse(integers=True, complexes=True)
+    if slices.mask is None:
+        return torch.nn.functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    channels = (1, -1, *([1] * (x.dim() - 2)))
+    if running_mean is None or running_var is None or training:
+        distance, center, number = distances(slices)
+        variance = (distance * distance).sum(slices.dims, keepdim=True) / number.clamp(min=1)
+        _move(running_mean, center, momentum, number >= 1)
+        _move(running_var, variance * (number / (number - 1).clamp(min=1)), momentum, number >= 2)
+    else:
+        distance = slices.filled(0) - running_mean.reshape(channels)
+        variance = running_var.reshape(channels)
+    weight = None if weight is None else weight.reshape(channels)
+    bias = None if bias is None else bias.reshape(channels)
+    return _scaled(slices, distance * (variance + eps).rsqrt(), weight, bias)
+
+
+def _move(running: torch.Tensor | None, towards: torch.Tensor, momentum: float, known: torch.Tensor) -> None:
+    """Move a running statistic where a new value is known."""
+    if running is None:
+        return
+    with torch.no_grad():
+        moved = torch.lerp(running, towards.reshape(running.shape).to(running.dtype), momentum)
+        running.copy_(torch.where(known.reshape(running.shape), moved, running))
+
+
+def _scaled(
+    slices: Slices, normalized: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    scaled = normalized if weight is None else normalized * weight
+    scaled = scaled if bias is None else scaled + bias
+    return torch.where(slices.full_mask(), scaled, 0).to(slices.x.dtype)
