@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from gradgate.ledger._ledger import Ledger
+from gradgate.ledger._quarantine import Decision
 from gradgate.ledger._runs import Run
+from gradgate.ledger._sql import Answer
+from gradgate.ledger._stats import Stats
 
-__all__ = ["Ledger", "Run"]
+__all__ = ["Answer", "Decision", "Ledger", "Run", "Stats"]

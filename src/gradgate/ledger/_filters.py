@@ -44,11 +44,12 @@ _CONDITIONS = {
 }
 
 
-def where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
+def where(filters: Mapping[str, Any], *, by_index: bool = True) -> tuple[str, list[Any]]:
     """Write filters as a condition.
 
     Args:
         filters: The filters by name.
+        by_index: Whether SQLite may look for them in an index of their own; not where everything is counted anyway.
 
     Returns:
         The text after WHERE, and the values for its question marks.
@@ -61,7 +62,8 @@ def where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
         ('cause = ?', ['exception'])
     """
     given = _given(filters)
-    return " AND ".join(_CONDITIONS[name] for name in given) or "TRUE", list(given.values())
+    plus = "" if by_index else "+"
+    return " AND ".join(f"{plus}{_CONDITIONS[name]}" for name in given) or "TRUE", list(given.values())
 
 
 def matches(incident: Incident, filters: Mapping[str, Any]) -> bool:

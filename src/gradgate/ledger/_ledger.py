@@ -6,21 +6,23 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal
 from weakref import finalize
 
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.ledger._file import LedgerFile
-from gradgate.ledger._filters import Filters, matches
-from gradgate.ledger._questions import blob, one_incident, select_incidents
-from gradgate.ledger._runs import Run, read_runs, this_run
+from gradgate.ledger._merging import merge_files
+from gradgate.ledger._quarantine import decide, write_decisions
+from gradgate.ledger._questions import Questions
+from gradgate.ledger._rows import as_text
+from gradgate.ledger._runs import Run, this_run
 from gradgate.ledger._writer import Entry, Writer
 from gradgate.records import Incident
 
 __all__ = ["Ledger"]
 
 
-class Ledger:
+class Ledger(Questions):
     """One SQLite file with every incident: which sample, when, where, why - and, if asked for, the sample itself.
 
     Several threads, processes, ranks and runs may write to one file at once; what has been recorded survives the
@@ -136,77 +138,59 @@ class Ledger:
         """
         self._writer.flush()
 
-    def incidents(
-        self, *, limit: int | None = None, newest_first: bool = False, **filters: Unpack[Filters]
-    ) -> list[Incident]:
-        """Give the incidents in the order of time, those that are only in memory last.
+    def release(self, sample_id: object, reason: str = "") -> bool:
+        """Take a sample out of quarantine: what it did until now does not count any more, what it does later does.
 
         Args:
-            limit: How many at most.
-            newest_first: Begin with the last one.
-            **filters: Which ones: `run`, `cause`, `stage`, `sample_id`, `transient`; `since` and `until` (before) as
-                seconds, a datetime, ISO text, or an age such as "2h".
+            sample_id: The sample.
+            reason: Why, for the record.
 
         Returns:
-            The incidents.
+            Whether it was known to be bad.
 
         Raises:
-            LedgerError: The file cannot be read.
+            LedgerError: The file cannot be written.
         """
-        with self._file.reading() as connection:
-            found = list(select_incidents(connection, filters, limit=limit, newest_first=newest_first))
-        waiting = [incident for incident in self._writer.waiting if matches(incident, filters)]
-        return (waiting[::-1] + found if newest_first else found + waiting)[:limit]
+        sample = as_text(sample_id)
+        was_bad = sample in self.bad_ids()
+        self._writer.flush()
+        with self._file.writing() as connection:
+            write_decisions(connection, [decide("release", sample, self.run, reason=reason)])
+        return was_bad
 
-    def incident(self, incident_id: str) -> Incident:
-        """Give one incident.
+    def record_decisions(self, kind: Literal["skip", "retry"], sample_ids: Iterable[object], epoch: int) -> None:
+        """Write down that samples were left out of an epoch, or given another chance in it.
 
         Args:
-            incident_id: Its id, or the beginning of it if that fits no other.
-
-        Returns:
-            The incident.
+            kind: "skip" or "retry".
+            sample_ids: The samples.
+            epoch: The epoch.
 
         Raises:
-            NothingMatchedError: There is no such incident, or several begin so.
-            LedgerError: The file cannot be read.
+            LedgerError: The file cannot be written.
         """
-        with self._file.reading() as connection:
-            return one_incident(connection, incident_id)
+        with self._file.writing() as connection:
+            write_decisions(connection, [decide(kind, as_text(sample), self.run, epoch) for sample in sample_ids])
 
-    def payload_of(self, incident_id: str) -> bytes | None:
-        """Give the stored sample of an incident.
+    def merge(self, other: Ledger | str | os.PathLike[str]) -> int:
+        """Copy everything from another ledger that this one does not have; doing it again changes nothing.
 
         Args:
-            incident_id: The incident's id.
+            other: The other ledger, or its path. It is only read.
 
         Returns:
-            The sample as bytes, or None if it was not stored.
+            How many incidents were new.
+
+        Raises:
+            LedgerError: One of the files cannot be used.
         """
-        with self._file.reading() as connection:
-            return blob(connection, "SELECT data FROM payload WHERE incident = ?", incident_id)
-
-    def snapshot_of(self, incident_id: str) -> bytes | None:
-        """Give the stored weights and random state of an incident.
-
-        Args:
-            incident_id: The incident's id.
-
-        Returns:
-            They as bytes, or None if they were not stored.
-        """
-        question = "SELECT data FROM snapshot WHERE digest = (SELECT snapshot FROM incident WHERE id = ?)"
-        with self._file.reading() as connection:
-            return blob(connection, question, incident_id)
-
-    def runs(self) -> list[Run]:
-        """Give all runs that wrote to this file, the first first.
-
-        Returns:
-            The runs.
-        """
-        with self._file.reading() as connection:
-            return read_runs(connection)
+        self._writer.flush()
+        path = (other.path if isinstance(other, Ledger) else Path(other)).absolute()
+        source = LedgerFile(path, read_only=True)
+        try:
+            return merge_files(source, self._file)
+        finally:
+            source.close()
 
     def close(self) -> None:
         """Write what is left and the end of the run, and close the file; done by itself when the process ends."""

@@ -1,95 +1,214 @@
-"""What a ledger can be asked: incidents, one incident, its sample, and what there is of each kind."""
+"""What a ledger can be asked, in Python and in SQL."""
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterator, Mapping
-from typing import Any
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Unpack
 
-from gradgate.errors import NothingMatchedError
-from gradgate.ledger._filters import where
-from gradgate.ledger._rows import COLUMNS, as_text, from_row
+from gradgate.errors import ArgumentValueError
+from gradgate.ledger._exporting import export_incidents
+from gradgate.ledger._file import LedgerFile
+from gradgate.ledger._filters import Filters, matches
+from gradgate.ledger._incidents import blob, one_incident, select_incidents
+from gradgate.ledger._quarantine import Decision, bad_samples, read_decisions
+from gradgate.ledger._runs import Run, read_runs
+from gradgate.ledger._sql import Answer, ask
+from gradgate.ledger._stats import Stats, count_incidents
+from gradgate.ledger._writer import Writer
 from gradgate.records import Incident
 
-__all__ = ["blob", "one_incident", "select_incidents"]
-
-_SELECT = f"SELECT {', '.join(COLUMNS)} FROM incident"
-PREFIX = 4
-"""How many characters of an incident's id are enough to ask for it, if they fit only one."""
+__all__ = ["Questions"]
 
 
-def select_incidents(
-    connection: sqlite3.Connection,
-    filters: Mapping[str, Any],
-    *,
-    limit: int | None = None,
-    newest_first: bool = False,
-) -> Iterator[Incident]:
-    """Read incidents in the order of time.
+class Questions:
+    """The half of a ledger that reads."""
 
-    Args:
-        connection: The open file.
-        filters: Which ones.
-        limit: How many at most.
-        newest_first: Begin with the last one.
+    _file: LedgerFile
+    _writer: Writer
 
-    Yields:
-        The incidents.
-    """
-    condition, values = where(filters)
-    order = "DESC" if newest_first else "ASC"
-    rows = connection.execute(
-        f"{_SELECT} WHERE {condition} ORDER BY time {order}, number {order} LIMIT ?",
-        [*values, -1 if limit is None else limit],
-    )
-    for row in rows:
-        yield from_row(row)
+    def incidents(
+        self, *, limit: int | None = None, newest_first: bool = False, **filters: Unpack[Filters]
+    ) -> list[Incident]:
+        """Give the incidents in the order of time, those that are only in memory last.
 
+        Args:
+            limit: How many at most.
+            newest_first: Begin with the last one.
+            **filters: Which ones: `run`, `cause`, `stage`, `sample_id`, `transient`; `since` and `until` (before) as
+                seconds, a datetime, ISO text, or an age such as "2h".
 
-def one_incident(connection: sqlite3.Connection, incident_id: str) -> Incident:
-    """Read one incident.
+        Returns:
+            The incidents.
 
-    Args:
-        connection: The open file.
-        incident_id: Its id, or the beginning of it if that fits no other.
+        Raises:
+            LedgerError: The file cannot be read.
+        """
+        with self._file.reading() as connection:
+            found = list(select_incidents(connection, filters, limit=limit, newest_first=newest_first))
+        waiting = [incident for incident in self._writer.waiting if matches(incident, filters)]
+        return (waiting[::-1] + found if newest_first else found + waiting)[:limit]
 
-    Returns:
-        The incident.
+    def incident(self, incident_id: str) -> Incident:
+        """Give one incident.
 
-    Raises:
-        NothingMatchedError: There is no such incident, or several begin so.
-    """
-    wanted = as_text(incident_id)
-    row = connection.execute(f"{_SELECT} WHERE id = ?", (wanted,)).fetchone()
-    if row is not None:
-        return from_row(row)
-    found = []
-    if len(wanted) >= PREFIX:
-        beyond = wanted[:-1] + chr(min(ord(wanted[-1]) + 1, 0x10FFFF))
-        found = connection.execute(f"{_SELECT} WHERE id >= ? AND id < ? LIMIT 4", (wanted, beyond)).fetchall()
-    if len(found) == 1:
-        return from_row(found[0])
-    raise NothingMatchedError(
-        f"there is no incident {wanted!r}." if not found else f"several incidents begin with {wanted!r}.",
-        why=(
-            f"an incident is asked for by its id, or by at least {PREFIX} characters of its beginning."
-            if not found
-            else f"among them {', '.join(str(row[0]) for row in found)}."
-        ),
-        fix="gradgate ledger list LEDGER",
-    )
+        Args:
+            incident_id: Its id, or the beginning of it if that fits no other.
 
+        Returns:
+            The incident.
 
-def blob(connection: sqlite3.Connection, question: str, key: str) -> bytes | None:
-    """Read the bytes that a question gives, if there are any.
+        Raises:
+            NothingMatchedError: There is no such incident, or several begin so.
+            LedgerError: The file cannot be read.
+        """
+        with self._file.reading() as connection:
+            return one_incident(connection, incident_id)
 
-    Args:
-        connection: The open file.
-        question: SQL with one question mark, giving one column.
-        key: What stands for the question mark.
+    def payload_of(self, incident_id: str) -> bytes | None:
+        """Give the stored sample of an incident.
 
-    Returns:
-        The bytes.
-    """
-    row = connection.execute(question, (key,)).fetchone()
-    return None if row is None else bytes(row[0])
+        Args:
+            incident_id: The incident's id.
+
+        Returns:
+            The sample as bytes, or None if it was not stored.
+        """
+        with self._file.reading() as connection:
+            return blob(connection, "SELECT data FROM payload WHERE incident = ?", incident_id)
+
+    def snapshot_of(self, incident_id: str) -> bytes | None:
+        """Give the stored weights and random state of an incident.
+
+        Args:
+            incident_id: The incident's id.
+
+        Returns:
+            They as bytes, or None if they were not stored.
+        """
+        question = "SELECT data FROM snapshot WHERE digest = (SELECT snapshot FROM incident WHERE id = ?)"
+        with self._file.reading() as connection:
+            return blob(connection, question, incident_id)
+
+    def bad_ids(
+        self,
+        min_count: int = 1,
+        cause: str | None = None,
+        *,
+        retry_after: int | None = None,
+        epoch: int | None = None,
+    ) -> set[str]:
+        """Give the samples that are known to be bad: with incidents that are not transient and not released since.
+
+        Args:
+            min_count: How many such incidents make a sample bad.
+            cause: Count only incidents of this cause.
+            retry_after: Give a sample another chance when it has sat out this many epochs since it last failed;
+                one whose epoch was not recorded gets none.
+            epoch: The epoch that begins now, for `retry_after`.
+
+        Returns:
+            The samples' ids, as text.
+
+        Raises:
+            ArgumentValueError: `min_count` is not positive, or `retry_after` is given without `epoch`.
+            LedgerError: The file cannot be read.
+        """
+        if min_count < 1:
+            raise ArgumentValueError(
+                f"bad_ids(): `min_count` is {min_count}.", why="a sample without incidents is good.", fix="min_count=1"
+            )
+        if retry_after is not None and epoch is None:
+            raise ArgumentValueError(
+                f"bad_ids(): `retry_after` is {retry_after}, but `epoch` is not given.",
+                why="it counts epochs from the last failure to now.",
+                fix=f"ledger.bad_ids(retry_after={retry_after}, epoch=epoch)",
+            )
+        with self._file.reading() as connection:
+            found = bad_samples(connection, cause)
+        for incident in self._writer.waiting:
+            if incident.sample_id is not None and not incident.transient and cause in (None, incident.cause):
+                count, last = found.get(incident.sample_id, (0, None))
+                epochs = [value for value in (last, incident.epoch) if value is not None]
+                found[incident.sample_id] = count + 1, max(epochs, default=None)
+        bad = {sample for sample, (count, _) in found.items() if count >= min_count}
+        if retry_after is not None and epoch is not None:
+            bad = {sample for sample in bad if (last := found[sample][1]) is None or epoch <= last + retry_after}
+        return bad
+
+    def decisions(self, sample_id: object = None) -> list[Decision]:
+        """Give what was decided about samples, in the order of time.
+
+        Args:
+            sample_id: Only about this sample.
+
+        Returns:
+            The decisions.
+        """
+        with self._file.reading() as connection:
+            return read_decisions(connection, sample_id)
+
+    def stats(self, **filters: Unpack[Filters]) -> Stats:
+        """Count the incidents by run, stage, cause and exception, and name the worst samples.
+
+        Args:
+            **filters: Which incidents, as in `incidents`.
+
+        Returns:
+            The counts, of what is in the file.
+        """
+        with self._file.reading() as connection:
+            return count_incidents(connection, filters)
+
+    def export(self, path: str | os.PathLike[str], format: str | None = None, **filters: Unpack[Filters]) -> int:
+        """Write the incidents to a file for other programs.
+
+        Args:
+            path: The file; one that is there is replaced.
+            format: "csv", "jsonl" or "parquet" (needs pyarrow); by the end of the path if None.
+            **filters: Which incidents, as in `incidents`.
+
+        Returns:
+            How many were written.
+
+        Raises:
+            ArgumentValueError: There is no such format.
+            LedgerError: A file cannot be read or written, or pyarrow is missing.
+        """
+        target = Path(path)
+        if target.absolute() == self._file.path:
+            raise ArgumentValueError(
+                f"export(): {target} is the ledger itself.", why="it would be replaced.", fix='"incidents.csv"'
+            )
+        with self._file.reading() as connection:
+            return export_incidents(select_incidents(connection, filters), target, format)
+
+    def sql(
+        self, question: str, values: Sequence[Any] = (), *, limit: int | None = None, seconds: float = 60
+    ) -> Answer:
+        """Ask a question in SQL about the views `incidents`, `samples` and `runs`; nothing can be changed this way.
+
+        Args:
+            question: One SELECT.
+            values: What stands for its question marks.
+            limit: How many rows at most.
+            seconds: How long it may take.
+
+        Returns:
+            The names of the columns, and the rows.
+
+        Raises:
+            ArgumentValueError: The SQL is wrong, or does more than read.
+            LedgerError: It took too long, or the file cannot be read.
+        """
+        return ask(self._file.path, question, values, limit=limit, seconds=seconds)
+
+    def runs(self) -> list[Run]:
+        """Give all runs that wrote to this file, the first first.
+
+        Returns:
+            The runs.
+        """
+        with self._file.reading() as connection:
+            return read_runs(connection)

@@ -9,12 +9,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, get_args
 
 from gradgate.errors import LedgerError
 from gradgate.records import Incident, Stage
 
-__all__ = ["COLUMNS", "DETAILS_LIMIT", "MESSAGE_LIMIT", "as_json", "as_text", "from_row", "to_row"]
+__all__ = [
+    "COLUMNS",
+    "DETAILS_LIMIT",
+    "MESSAGE_LIMIT",
+    "as_json",
+    "as_text",
+    "check_kinds",
+    "from_row",
+    "read_json",
+    "to_row",
+]
 
 MESSAGE_LIMIT = 2_000
 """How many characters of an exception's text are kept: it may quote the data."""
@@ -77,9 +88,7 @@ def from_row(row: Sequence[Any]) -> Incident:
         LedgerError: A value is of a kind that no ledger writes.
     """
     values = dict(zip(COLUMNS, row, strict=True))
-    for name, kinds in _KINDS.items():
-        if not isinstance(values[name], kinds):
-            raise _damaged(f"`{name}` of an incident is {values[name]!r:.60}")
+    check_kinds(values, _KINDS, "an incident")
     if values["stage"] not in get_args(Stage):
         raise _damaged(f"`stage` of an incident is {values['stage']!r:.60}")
     for name in ("loss", "grad_norm"):
@@ -90,6 +99,22 @@ def from_row(row: Sequence[Any]) -> Incident:
     values["transient"] = bool(values["transient"])
     values["details"] = read_json(values["details"])
     return Incident(**values)
+
+
+def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], of: str) -> None:
+    """Make sure that what was read is of the kinds that are written.
+
+    Args:
+        values: What was read, by name; not all need be there.
+        kinds: What each may be.
+        of: Whose values they are.
+
+    Raises:
+        LedgerError: One is something else.
+    """
+    for name, allowed in kinds.items():
+        if name in values and not isinstance(values[name], allowed):
+            raise _damaged(f"`{name}` of {of} is {values[name]!r:.60}")
 
 
 def as_text(value: object, limit: int | None = None) -> str:
@@ -147,10 +172,10 @@ def read_json(text: str) -> dict[str, Any]:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("id", "stage", "cause", "message", "details"), (str,)),
-    **dict.fromkeys(("run", "sample_id", "exception_type", "place", "module"), (str, type(None))),
-    **dict.fromkeys(("step", "epoch", "row"), (int, type(None))),
+    **dict.fromkeys(("run", "sample_id", "exception_type", "place", "module"), (str, NoneType)),
+    **dict.fromkeys(("step", "epoch", "row"), (int, NoneType)),
     **dict.fromkeys(("rank", "world_size", "transient"), (int,)),
-    **dict.fromkeys(("loss", "grad_norm"), (float, int, str, type(None))),
+    **dict.fromkeys(("loss", "grad_norm"), (float, int, str, NoneType)),
     "time": (float, int),
 }
 

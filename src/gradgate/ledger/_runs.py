@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from types import NoneType
 from typing import Any
 
-import gradgate
-from gradgate.ledger._rows import as_json, as_text, read_json
+from gradgate.ledger._rows import as_json, as_text, check_kinds, read_json
 
 __all__ = ["Run", "finish_run", "read_runs", "this_run", "write_run"]
 
@@ -74,7 +74,7 @@ def this_run(name: str | None, arguments: Mapping[str, Any] | None) -> Run:
         started=started,
         python=platform.python_version(),
         torch=_installed("torch"),
-        gradgate=gradgate.__version__,
+        gradgate=_installed("gradgate"),
         git_commit=_git_commit(),
         arguments=dict(arguments or {}),
     )
@@ -120,7 +120,18 @@ def read_runs(connection: sqlite3.Connection) -> list[Run]:
     )
     names = ("name", "started", "ended", "python", "torch", "gradgate", "git_commit", "arguments", "incidents")
     found = [dict(zip(names, row, strict=True)) for row in rows]
-    return [Run(**{**run, "arguments": read_json(run["arguments"])}) for run in found]
+    for run in found:
+        check_kinds(run, _KINDS, "a run")
+        run["arguments"] = read_json(run["arguments"])
+    return [Run(**run) for run in found]
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "arguments"), (str,)),
+    **dict.fromkeys(("python", "torch", "gradgate", "git_commit"), (str, NoneType)),
+    "started": (int, float),
+    "ended": (int, float, NoneType),
+}
 
 
 def _installed(package: str) -> str | None:
