@@ -46,7 +46,7 @@ bench: $(VENV)/.dev       ## every benchmark, its goal, and benchmarks/results.m
 	$(BIN)/python -m benchmarks --write
 
 docs: $(VENV)/.docs       ## the documentation, strictly
-	$(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --strict
 
 clean:                    ## remove what was built, and the environment
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

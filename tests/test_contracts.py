@@ -25,12 +25,14 @@ def fresh(code):
 
 
 def public_names():
-    """Every name that users may rely on, with its room: those of the root and those of the public rooms."""
-    names = {f"gradgate.{room}.{name}" for name, room in gradgate._ROOM_OF.items()}
-    for room in gradgate._ROOMS:
-        module = getattr(gradgate, room)
-        names |= {f"gradgate.{room}.{name}" for name in module.__all__}
-    return names
+    """Every name of ours that users may rely on, with its room: those of the root and those of the public rooms."""
+    pairs = set(gradgate._ROOM_OF.items())
+    pairs |= {(name, room) for room in gradgate._ROOMS for name in getattr(gradgate, room).__all__}
+    return {
+        f"gradgate.{room}.{name}"
+        for name, room in pairs
+        if not (getattr(getattr(getattr(gradgate, room), name), "__module__", None) or "").startswith("torch")
+    }
 
 
 # --- names ---------------------------------------------------------------------------------------------------------

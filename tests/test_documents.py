@@ -1,0 +1,54 @@
+"""Every Python block of the README and the documentation runs by itself, and prints what the page says it prints.
+
+A block is a fenced ```python; where a fenced ```text follows it at once, that is its output.
+"""
+
+import contextlib
+import io
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+
+
+def blocks():
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            line = text[: match.start(1)].count("\n") + 1
+            yield pytest.param(page, line, match[1], match[2], id=f"{page.relative_to(ROOT)}:{line}")
+
+
+def run(page, line, code):
+    """Run a block as a script of its own, with its lines numbered as on the page, and give what it printed."""
+    script = types.ModuleType("__main__")
+    printed = io.StringIO()
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = script
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), script.__dict__)
+    finally:
+        sys.modules["__main__"] = before
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(("page", "line", "code", "shown"), list(blocks()))
+def test_a_block_runs_and_prints_what_is_shown(page, line, code, shown, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = run(page, line, code)
+    if shown is not None:
+        assert [text.rstrip() for text in printed.splitlines()] == [text.rstrip() for text in shown.splitlines()]
+
+
+def test_a_wrong_block_is_found():
+    with pytest.raises(ZeroDivisionError):
+        run(ROOT / "README.md", 1, "1 / 0\n")
+    matches = BLOCK.findall("```python\nprint(1)\n```\n\n```text\n1\n```\n")
+    assert matches == [("print(1)\n", "1\n")]
