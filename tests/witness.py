@@ -293,7 +293,7 @@ def check_noncontiguous(fn: Function, oracle: Function, inputs: Sequence[Any]) -
 
 def _scattered(value: torch.Tensor) -> torch.Tensor:
     storage = value.new_zeros([*reversed(value.shape), 2])
-    view = storage[..., 0].permute(*reversed(range(value.dim())))
+    view = storage[..., 0].permute(tuple(reversed(range(value.dim()))))
     view.copy_(value.detach())
     return view
 

@@ -1,0 +1,6 @@
+"""Change values, keep autograd: `at(x)[idx].set(v)` gives a new tensor, and gradients reach x and v."""
+
+from gradgate.edits._at import At, at
+from gradgate.edits._selection import Selection
+
+__all__ = ["at", "At", "Selection"]

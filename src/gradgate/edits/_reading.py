@@ -1,0 +1,274 @@
+"""An index, read once: what is left of x as a view, which dimensions run backwards, which tensors choose in it.
+
+torch applies an index in two steps, and so does this room. The basic part (ints, slices, None, ellipsis) is a view;
+masks and index tensors then choose entries of that view. Where numpy, and with it JAX, sees an int beside an index
+tensor as an index tensor too, torch sees a view; torch's rule holds here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from gradgate._names import describe
+from gradgate._torch_compat import inside_functorch
+from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+
+__all__ = ["Chooser", "Mode", "Reading", "check_mode", "out_of_range", "read"]
+
+Mode = Literal["raise", "drop", "clip"]
+_MODES = ("raise", "drop", "clip")
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """A mask or an index tensor, and the dimension that it speaks of: of the view, and of x for messages."""
+
+    dim: int
+    dim_of_x: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an index says about a tensor of one shape.
+
+    Attributes:
+        basic: Ints, slices with positive steps and None; applied to x it gives the view.
+        backwards: The dimensions of the view whose slice had a negative step.
+        masks: The boolean masks, each with the first dimension that it covers.
+        indices: The index tensors.
+        missed: The dimensions of x whose int is out of range under `mode="drop"`: then there is no place at all.
+    """
+
+    basic: tuple[Any, ...]
+    backwards: tuple[int, ...]
+    masks: tuple[Chooser, ...]
+    indices: tuple[Chooser, ...]
+    missed: tuple[int, ...]
+
+    def view_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the basic part: a view, unless something runs backwards; if an int missed, only the shape is right."""
+        if self.missed:
+            x = x.new_zeros(()).expand([1 if dim in self.missed else size for dim, size in enumerate(x.shape)])
+        view = x[self.basic]
+        return view.flip(self.backwards) if self.backwards else view
+
+    def write(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Give a new tensor like x with another value in the place of the view; the value may broadcast."""
+        if self.backwards:
+            value = value.expand(self.view_of(x).shape).flip(self.backwards)
+        if inside_functorch():
+            # vmap cannot write a batch into a copy that is not one; out of place it can.
+            places = torch.arange(x.numel(), device=x.device).reshape(x.shape)[self.basic]
+            return x.reshape(-1).index_put((places,), value).reshape(x.shape)
+        new = x.clone()
+        new[self.basic].copy_(value)
+        return new
+
+    def restore(self, x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        """Give a new tensor like x in which the view is another one; the view is new memory already."""
+        if view.numel() == x.numel() and not self.backwards:
+            return view.reshape(x.shape)  # it is the whole of x
+        return self.write(x, view)
+
+
+def check_mode(mode: str) -> None:
+    """Refuse a mode that does not exist.
+
+    Args:
+        mode: What to do with an index that is out of range.
+
+    Raises:
+        ArgumentValueError: It is none of the three.
+    """
+    if mode not in _MODES:
+        raise ArgumentValueError(
+            f"at(x)[...]: `mode` is {describe(mode)}.",
+            why='an index that is out of range can be refused ("raise"), ignored ("drop") or moved in ("clip").',
+            fix='mode="drop"',
+        )
+
+
+def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> Reading:
+    """Read an index.
+
+    Args:
+        index: Anything that stands between the brackets.
+        shape: The shape of what is indexed.
+        device: Where index tensors go.
+        mode: What to do with an int that is out of range.
+
+    Returns:
+        What it says.
+
+    Raises:
+        ArgumentTypeError: Something in it is no index.
+        ArgumentIndexError: It has too many parts, an int is out of range, or a mask does not fit.
+    """
+    items = _fill_ellipsis(
+        [_as_item(item, device) for item in (index if isinstance(index, tuple) else (index,))], shape
+    )
+    basic: list[Any] = []
+    backwards: list[int] = []
+    masks: list[Chooser] = []
+    indices: list[Chooser] = []
+    missed: list[int] = []
+    dim = 0  # of x
+    width = 0  # dimensions of the view so far
+    for item in items:
+        if isinstance(item, torch.Tensor) and item.dtype is torch.bool:
+            _check_mask(item, shape, dim)
+            # A mask without dimensions answers for a new dimension of size 1, as in torch.
+            masks.append(Chooser(width, dim, item if item.dim() else item.reshape(1)))
+            basic += [slice(None)] * item.dim() if item.dim() else [None]
+            dim += item.dim()
+            width += max(item.dim(), 1)
+        elif isinstance(item, torch.Tensor):
+            indices.append(Chooser(width, dim, item))
+            basic.append(slice(None))
+            dim, width = dim + 1, width + 1
+        elif item is None:
+            basic.append(None)
+            width += 1
+        elif isinstance(item, slice):
+            forwards, turned = _forwards(item, shape[dim])
+            basic.append(forwards)
+            backwards += [width] if turned else []
+            dim, width = dim + 1, width + 1
+        else:
+            place = _in_range(item, shape, dim, mode)
+            basic.append(place or 0)
+            missed += [dim] if place is None else []
+            dim += 1
+    return Reading(tuple(basic), tuple(backwards), tuple(masks), tuple(indices), tuple(missed))
+
+
+def out_of_range(function: str, index: int, dim: int, size: int) -> ArgumentIndexError:
+    """Make the error of an index that is out of range.
+
+    Args:
+        function: What was called, as "at(x)[...]".
+        index: The index as it was given.
+        dim: The dimension of x.
+        size: Its size.
+
+    Returns:
+        The error, to be raised.
+    """
+    there = f"indices from {-size} to {size - 1}" if size else "no index at all"
+    return ArgumentIndexError(
+        f"{function}: index {index} is out of range for dimension {dim} of size {size}.",
+        why=f"a dimension of size {size} takes {there}.",
+        fix='.set(v, mode="drop")   # to ignore it; mode="clip" takes the nearest; .get(fill_value=0) fills',
+    )
+
+
+def _as_item(item: Any, device: torch.device) -> Any:
+    """Give an int, a slice, None, Ellipsis, or a tensor that is bool or int64."""
+    if item is None or item is Ellipsis or isinstance(item, slice):
+        return item
+    if isinstance(item, int) and not isinstance(item, bool):
+        return item
+    if isinstance(item, torch.Tensor):
+        return _as_chooser(item, device)
+    if hasattr(item, "__index__") and not isinstance(item, bool) and not hasattr(item, "__len__"):
+        return operator.index(item)
+    try:
+        tensor = torch.as_tensor(list(item) if isinstance(item, range) else item, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise _no_index(item) from None
+    # An empty list has no dtype of its own; as an index it is one of no entries.
+    return _as_chooser(tensor.long() if not tensor.numel() and tensor.is_floating_point() else tensor, device)
+
+
+def _as_chooser(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.dtype is torch.uint8:
+        raise ArgumentTypeError(
+            f"at(x)[...]: an index is {describe(tensor)}.",
+            why="uint8 is a mask to old torch and an index to numpy; the two differ.",
+            fix="index.bool()   # a mask; index.long() are places",
+        )
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise _no_index(tensor)
+    # What arrives by a graph of its own (a mask made of values) must not be in ours.
+    return tensor.to(device) if tensor.dtype in (torch.bool, torch.int64) else tensor.to(device, torch.int64)
+
+
+def _no_index(item: Any) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"at(x)[...]: {describe(item)} is no index.",
+        why="an index is an int, a slice, ..., None, a mask, integers in a tensor or list, or a tuple of these.",
+        fix="gg.at(x)[index.long()]" if isinstance(item, torch.Tensor) else "gg.at(x)[0]",
+    )
+
+
+def _fill_ellipsis(items: list[Any], shape: Sequence[int]) -> list[Any]:
+    """Write out the ellipsis as full slices, and add those that torch would add at the end."""
+    used = sum(_dims_used(item) for item in items)
+    if used > len(shape):
+        raise ArgumentIndexError(
+            f"at(x)[...]: the index speaks of {used} dimensions, x of shape {tuple(shape)} has {len(shape)}.",
+            why="each int, slice and index tensor takes one dimension, a mask as many as it has.",
+            fix="gg.at(x.unsqueeze(0))[...]   # or an index with fewer parts",
+        )
+    places = [number for number, item in enumerate(items) if item is Ellipsis]
+    if len(places) > 1:
+        raise ArgumentIndexError(
+            "at(x)[...]: the index has more than one ellipsis.",
+            why="two of them could share the dimensions in several ways.",
+            fix="gg.at(x)[..., 0]",
+        )
+    at = places[0] if places else len(items)
+    return [*items[:at], *[slice(None)] * (len(shape) - used), *items[at + 1 :]]
+
+
+def _dims_used(item: Any) -> int:
+    if isinstance(item, torch.Tensor):
+        return item.dim() if item.dtype is torch.bool else 1
+    return 0 if item is None or item is Ellipsis else 1
+
+
+def _check_mask(mask: torch.Tensor, shape: Sequence[int], dim: int) -> None:
+    for offset, size in enumerate(mask.shape):
+        if size != shape[dim + offset]:
+            raise ArgumentIndexError(
+                f"at(x)[...]: the mask has size {size} in its dimension {offset}, "
+                f"x has size {shape[dim + offset]} in dimension {dim + offset}.",
+                why=f"a mask answers for each element; its shape is {tuple(mask.shape)}, that of x {tuple(shape)}.",
+                fix="gg.at(x)[keep.expand(x.shape)]   # or gg.at(x)[:, keep] for a later dimension",
+            )
+
+
+def _forwards(item: slice, size: int) -> tuple[slice, bool]:
+    """Turn a slice with a negative step round; torch itself takes positive steps only."""
+    try:
+        step = 1 if item.step is None else operator.index(item.step)
+        if step > 0:
+            return item, False
+        start, stop, step = item.indices(size)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"at(x)[...]: {item} is no slice of a dimension.",
+            why="start and stop are ints or None, the step is an int other than 0.",
+            fix="gg.at(x)[0:2]",
+        ) from None
+    places = range(start, stop, step)
+    return (slice(places[-1], places[0] + 1, -step) if places else slice(0, 0)), True
+
+
+def _in_range(item: int, shape: Sequence[int], dim: int, mode: str) -> int | None:
+    """Give an int as a place, None where there is none and that is allowed."""
+    size = shape[dim]
+    place = item + size if item < 0 else item
+    if 0 <= place < size:
+        return place
+    if mode == "drop":
+        return None
+    if mode == "clip" and size:
+        return min(max(place, 0), size - 1)
+    raise out_of_range("at(x)[...]", item, dim, size)
