@@ -9,7 +9,7 @@ import torch
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["check_keep", "check_tensor"]
+__all__ = ["check_fits", "check_keep", "check_tensor"]
 
 
 def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
@@ -63,21 +63,39 @@ def check_keep(keep: torch.Tensor, x: torch.Tensor, *, name: str = "keep", funct
             why="a mask answers yes or no for each element; numbers would be ambiguous.",
             fix=f"{name}={name} != 0",
         )
+    return check_fits(keep, x, name=name, function=function)
+
+
+def check_fits(tensor: torch.Tensor, x: torch.Tensor, *, name: str, function: str) -> torch.Tensor:
+    """Make sure that a tensor can meet x element by element: on the same device, of a shape that broadcasts to x's.
+
+    Args:
+        tensor: A mask or a factor.
+        x: What it belongs to.
+        name: The tensor's name in the signature.
+        function: The public function that was called.
+
+    Returns:
+        The tensor itself, not broadcast.
+
+    Raises:
+        ArgumentValueError: It is on another device or does not broadcast to the shape of x.
+    """
     # A 0-dim CPU tensor counts as a number everywhere in torch; so it does here.
-    if keep.device != x.device and not (keep.dim() == 0 and keep.device.type == "cpu"):
+    if tensor.device != x.device and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
         raise ArgumentValueError(
-            f"{function}(): `{name}` is on {keep.device}, x is on {x.device}.",
+            f"{function}(): `{name}` is on {tensor.device}, x is on {x.device}.",
             why="moving it here would copy in every call.",
             fix=f"{name}={name}.to(x.device)",
         )
-    if not _broadcasts_to(keep.shape, x.shape):
+    if tensor.shape != x.shape and not _broadcasts_to(tensor.shape, x.shape):
         raise ArgumentValueError(
-            f"{function}(): `{name}` has shape {tuple(keep.shape)}, "
+            f"{function}(): `{name}` has shape {tuple(tensor.shape)}, "
             f"which does not broadcast to x of shape {tuple(x.shape)}.",
             why="each element of x needs exactly one answer.",
-            fix=_shape_fix(keep, x, name),
+            fix=_shape_fix(tensor, x, name),
         )
-    return keep
+    return tensor
 
 
 def _broadcasts_to(small: torch.Size, large: torch.Size) -> bool:

@@ -1,0 +1,266 @@
+"""The gates as functions: identity forward, a rule for the gradient on its way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gradgate._checks import check_keep, check_tensor
+from gradgate._names import describe
+from gradgate._torch_compat import is_traced
+from gradgate.errors import ArgumentValueError
+from gradgate.gates import _eager, _traced
+from gradgate.gates._arguments import check_factor, check_fill, check_limit, check_meter, check_pair
+from gradgate.gates._meter import GateMeter
+from gradgate.gates._rules import Chosen, Clip, Finite, Mask, Rule, Scale, Whole
+
+__all__ = ["Keep", "clip_grad", "finite_grad", "gate", "reverse_grad", "scale_grad", "straight_through"]
+
+Keep = bool | torch.Tensor | Callable[[torch.Tensor], torch.Tensor | bool]
+"""What says where a gradient flows: yes or no, a boolean tensor, or a function of the gradient that gives either."""
+
+
+def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torch.Tensor:
+    """Let the gradient flow back only where keep.
+
+    Args:
+        x: Any tensor.
+        keep: True where the gradient flows. A bool for all of x; a boolean tensor that broadcasts to x (0-dim, one
+            answer for each element, `(n, 1)` for each row); or a function that is given the gradient in backward and
+            gives such a tensor or a bool. A tensor is never read on the host; the function must not write into the
+            gradient.
+        meter: Counts what passes and what is stopped.
+
+    Returns:
+        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+
+    Raises:
+        ArgumentTypeError: x is not a tensor, keep is none of the above, or meter is not a GateMeter.
+        ArgumentValueError: keep is on another device, does not broadcast to x, or a meter is used in a traced call.
+
+    Gradient:
+        The arriving one where keep, exactly +0.0 elsewhere, also where NaN or Inf arrives. `keep=False` prunes: the
+        result is detached, nothing upstream is computed or held, `.grad` stays None; so does a function that answers
+        False. Forward mode follows the same rule (not with a function). Second derivatives follow it too.
+
+    Example:
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = gg.gate(x, torch.tensor([True, False, True]))
+        >>> (y * torch.tensor([2.0, float("nan"), 3.0])).sum().backward()
+        >>> x.grad
+        tensor([2., 0., 3.])
+    """
+    check_tensor(x, name="x", function="gate")
+    if isinstance(keep, bool):
+        return _put_rule(x, Whole(keep), meter, "gate")
+    if callable(keep):
+        return _put_rule(x, Chosen(keep), meter, "gate")
+    return _put_rule(x, Mask(), meter, "gate", check_keep(keep, x, function="gate"))
+
+
+def scale_grad(x: torch.Tensor, factor: float | torch.Tensor, *, meter: GateMeter | None = None) -> torch.Tensor:
+    """Multiply the gradient on its way back.
+
+    Args:
+        x: Any tensor.
+        factor: A finite number, or a real tensor that broadcasts to x.
+        meter: Counts what passes and what is stopped (a factor of 0 stops).
+
+    Returns:
+        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+
+    Raises:
+        ArgumentTypeError: x is not a tensor, or factor is neither a real number nor a tensor of them.
+        ArgumentValueError: factor is not finite, requires grad, is on another device or does not broadcast to x.
+
+    Gradient:
+        The arriving one times factor; exactly 0 where factor is 0, also where NaN or Inf arrives. A factor of 0 does
+        not prune: what is upstream gets zeros, not None (for None: `gg.gate(x, False)`). factor is a constant, no
+        gradient reaches it. Forward mode multiplies the tangent; second derivatives follow the same rule.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> gg.scale_grad(x, 0.1).sum().backward()
+        >>> x.grad
+        tensor([0.1000, 0.1000])
+    """
+    return _scale(x, factor, 1, meter, "factor", "scale_grad")
+
+
+def reverse_grad(
+    x: torch.Tensor, strength: float | torch.Tensor = 1.0, *, meter: GateMeter | None = None
+) -> torch.Tensor:
+    """Turn the gradient round on its way back, as domain-adversarial training does.
+
+    Args:
+        x: Any tensor.
+        strength: A finite number, or a real tensor that broadcasts to x.
+        meter: Counts what passes and what is stopped (a strength of 0 stops).
+
+    Returns:
+        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+
+    Raises:
+        ArgumentTypeError: x is not a tensor, or strength is neither a real number nor a tensor of them.
+        ArgumentValueError: strength is not finite, requires grad, is on another device or does not broadcast to x.
+
+    Gradient:
+        The arriving one times -strength; everything else as in `scale_grad`. Forward mode turns the tangent round in
+        the same way, so that jvp and vjp agree with each other (and not with the forward values, on purpose).
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> gg.reverse_grad(x, 0.5).sum().backward()
+        >>> x.grad
+        tensor([-0.5000, -0.5000])
+    """
+    return _scale(x, strength, -1, meter, "strength", "reverse_grad")
+
+
+def clip_grad(
+    x: torch.Tensor,
+    *,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    per_sample: bool = False,
+    meter: GateMeter | None = None,
+) -> torch.Tensor:
+    """Limit the gradient on its way back.
+
+    Args:
+        x: Any tensor.
+        max_norm: The gradient's 2-norm is brought down to this.
+        max_value: Each element is brought into [-max_value, max_value]. Not for complex tensors.
+        per_sample: Take the norm of each sample (over all dimensions but the first), not of the whole gradient.
+        meter: Counts the norm before and after.
+
+    Returns:
+        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+
+    Raises:
+        ArgumentTypeError: x is not a tensor or a limit is not a number.
+        ArgumentValueError: No limit is given, one is not positive, max_value meets a complex tensor, or per_sample
+            meets a tensor without dimensions.
+
+    Gradient:
+        The arriving one within the limits. With both limits the values are clipped first, so that one outlier does
+        not shrink all the rest, and both limits hold in the end. Infinite elements are brought to max_value; NaN
+        stays NaN. A norm that is NaN or infinite cannot be brought down: that gradient (or that sample's) goes on as
+        it came, for `finite_grad` or the guard to see; finite gradients are clipped however large they are. There is
+        no forward mode: the rule depends on the gradient. Second derivatives go through the rule.
+
+    Example:
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> (gg.clip_grad(x, max_norm=1.0) * torch.tensor([30.0, 40.0])).sum().backward()
+        >>> x.grad
+        tensor([0.6000, 0.8000])
+    """
+    check_tensor(x, name="x", function="clip_grad")
+    for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
+        if limit is not None:
+            check_limit(limit, name=name)
+    if max_norm is None and max_value is None:
+        raise ArgumentValueError(
+            "clip_grad(): neither `max_norm` nor `max_value` is given.",
+            why="there is nothing to limit.",
+            fix="gg.clip_grad(x, max_norm=1.0)",
+        )
+    if max_value is not None and x.is_complex():
+        raise ArgumentValueError(
+            f"clip_grad(): `max_value` for {describe(x)}.",
+            why="complex numbers have no order to clip them by.",
+            fix=f"gg.clip_grad(x, max_norm={max_value})",
+        )
+    if per_sample and x.dim() == 0:
+        raise ArgumentValueError(
+            "clip_grad(): `per_sample` for a tensor without dimensions.",
+            why="samples lie along the first dimension.",
+            fix="per_sample=False",
+        )
+    return _put_rule(x, Clip(max_norm, max_value, per_sample), meter, "clip_grad")
+
+
+def finite_grad(x: torch.Tensor, fill: float = 0.0, *, meter: GateMeter | None = None) -> torch.Tensor:
+    """Replace what is not finite in the gradient on its way back.
+
+    Args:
+        x: Any tensor.
+        fill: What takes the place of NaN, Inf and -Inf.
+        meter: Counts what was replaced, as `stopped`.
+
+    Returns:
+        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+
+    Raises:
+        ArgumentTypeError: x is not a tensor or fill is not a number.
+        ArgumentValueError: fill is not finite in the dtype of x.
+
+    Gradient:
+        The arriving one where it is finite, fill elsewhere (a complex number is finite if both its parts are). There
+        is no forward mode: the rule depends on the gradient. Second derivatives flow where the gradient was finite.
+
+    Example:
+        >>> meter = gg.GateMeter()
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> torch.sqrt(gg.finite_grad(x, meter=meter)).sum().backward()
+        >>> x.grad, meter.stopped
+        (tensor([0., 0.]), 2)
+    """
+    check_tensor(x, name="x", function="finite_grad")
+    check_fill(fill, x)
+    return _put_rule(x, Finite(fill), meter, "finite_grad")
+
+
+def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
+    """Give the value of one tensor with the gradient of another.
+
+    For everything whose own derivative is 0 or unwanted: rounding, argmax, sampling, clamping.
+
+    Args:
+        hard: The values, bit for bit, also where soft is NaN or Inf.
+        soft: Takes the gradient; of the same shape, dtype and device.
+
+    Returns:
+        The values of hard, in the same memory as long as neither is written to.
+
+    Raises:
+        ArgumentTypeError: One of them is not a tensor, or their dtypes differ or are not floating.
+        ArgumentValueError: Their shapes or devices differ.
+
+    Gradient:
+        The arriving one, unchanged, to soft; nothing to hard, not even zeros. Forward mode takes the tangent of soft.
+
+    Example:
+        >>> x = torch.tensor([0.2, 0.7], requires_grad=True)
+        >>> y = gg.straight_through(x.round(), x)
+        >>> y.sum().backward()
+        >>> y.detach(), x.grad
+        (tensor([0., 1.]), tensor([1., 1.]))
+    """
+    check_tensor(hard, name="hard", function="straight_through")
+    check_tensor(soft, name="soft", function="straight_through")
+    check_pair(hard, soft)
+    if is_traced():
+        return _traced.swap(hard, soft, "straight_through")
+    return _eager.swap(hard, soft)
+
+
+def _scale(
+    x: torch.Tensor, factor: float | torch.Tensor, sign: int, meter: GateMeter | None, name: str, function: str
+) -> torch.Tensor:
+    check_tensor(x, name="x", function=function)
+    check_factor(factor, x, name=name, function=function)
+    if isinstance(factor, torch.Tensor):
+        return _put_rule(x, Scale(), meter, function, factor if sign == 1 else -factor)
+    return _put_rule(x, Scale(sign * factor), meter, function)
+
+
+def _put_rule(
+    x: torch.Tensor, rule: Rule, meter: GateMeter | None, function: str, *tensors: torch.Tensor
+) -> torch.Tensor:
+    if meter is not None:
+        check_meter(meter, function=function, traced=is_traced())
+    if is_traced():
+        return _traced.put_rule(x, rule, function, *tensors)
+    return _eager.put_rule(x, rule, meter, *tensors)

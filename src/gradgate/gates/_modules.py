@@ -1,0 +1,226 @@
+"""The gates as modules, for nn.Sequential: settings that can be changed while training, and no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError
+from gradgate.gates._functions import Keep, clip_grad, finite_grad, gate, reverse_grad, scale_grad
+from gradgate.gates._meter import GateMeter
+
+__all__ = ["ClipGrad", "FiniteGrad", "Gate", "ReverseGrad", "ScaleGrad"]
+
+
+class GateModule(nn.Module):
+    """What the modules share: their settings are plain attributes, moved with the module, saved only when asked.
+
+    Tensors among them are no buffers: DistributedDataParallel would overwrite each rank's mask by that of rank 0.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, meter: GateMeter | None, save: bool) -> None:
+        super().__init__()
+        self.meter = meter
+        self.save = save
+
+    def extra_repr(self) -> str:
+        """Show the settings."""
+        return ", ".join(f"{name}={_shown(getattr(self, name))}" for name in self.settings)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GateModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
+        for name in self.settings:
+            if isinstance(value := getattr(self, name), torch.Tensor):
+                setattr(self, name, fn(value))
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.settings if self.save else ():
+            value = getattr(self, name)
+            if callable(value):
+                raise ArgumentTypeError(
+                    f"{type(self).__name__}: `{name}` is {describe(value)}, and save=True.",
+                    why="a function cannot be put into a state_dict.",
+                    fix=f"gg.{type(self).__name__}({name}, save=False)",
+                )
+            if value is not None:
+                destination[prefix + name] = torch.as_tensor(value).detach().clone()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name in self.settings if self.save else ():
+            saved = state_dict.pop(prefix + name, None)
+            value = getattr(self, name)
+            if saved is None:
+                missing_keys += [prefix + name] if value is not None else []
+            elif isinstance(value, torch.Tensor):
+                setattr(self, name, saved.detach().to(value.device, copy=True))
+            else:
+                setattr(self, name, saved.item() if saved.dim() == 0 else saved.detach().clone())
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return describe(value).removeprefix("a ")
+    return getattr(value, "__name__", None) or repr(value)
+
+
+class Gate(GateModule):
+    """`gate` as a module.
+
+    Args:
+        keep: Where the gradient flows; see `gate`. Set `module.keep` at any time, also to another kind.
+        meter: Counts what passes and what is stopped.
+        save: Put keep into the state_dict.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), gg.Gate(keep=False), torch.nn.Linear(4, 1))
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> model[0].weight.grad is None, model[2].weight.grad is None
+        (True, False)
+        >>> model[1].keep = True    # from now on the first layer learns too
+    """
+
+    settings = ("keep",)
+
+    def __init__(self, keep: Keep = True, *, meter: GateMeter | None = None, save: bool = False) -> None:
+        super().__init__(meter, save)
+        self.keep = keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give x, its gradient gated."""
+        return gate(x, self.keep, meter=self.meter)
+
+
+class ScaleGrad(GateModule):
+    """`scale_grad` as a module.
+
+    Args:
+        factor: What the gradient is multiplied by; see `scale_grad`. Set `module.factor` at any time.
+        meter: Counts what passes and what is stopped.
+        save: Put factor into the state_dict.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), gg.ScaleGrad(0.1), torch.nn.Linear(4, 1))
+        >>> model[1]
+        ScaleGrad(factor=0.1)
+    """
+
+    settings = ("factor",)
+
+    def __init__(self, factor: float | torch.Tensor, *, meter: GateMeter | None = None, save: bool = False) -> None:
+        super().__init__(meter, save)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give x, its gradient scaled."""
+        return scale_grad(x, self.factor, meter=self.meter)
+
+
+class ReverseGrad(GateModule):
+    """`reverse_grad` as a module.
+
+    Args:
+        strength: How strongly the gradient is turned round; see `reverse_grad`. Set `module.strength` at any time.
+        meter: Counts what passes and what is stopped.
+        save: Put strength into the state_dict.
+
+    Example:
+        >>> reverse = gg.ReverseGrad(strength=0.0, save=True)
+        >>> for step in range(3):
+        ...     reverse.strength = step / 2    # a schedule is an assignment
+        >>> dict(reverse.state_dict())
+        {'strength': tensor(1.)}
+    """
+
+    settings = ("strength",)
+
+    def __init__(
+        self, strength: float | torch.Tensor = 1.0, *, meter: GateMeter | None = None, save: bool = False
+    ) -> None:
+        super().__init__(meter, save)
+        self.strength = strength
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give x, its gradient turned round."""
+        return reverse_grad(x, self.strength, meter=self.meter)
+
+
+class ClipGrad(GateModule):
+    """`clip_grad` as a module.
+
+    Args:
+        max_norm: The largest norm; see `clip_grad`. Set `module.max_norm` at any time, and the others.
+        max_value: The largest value.
+        per_sample: Take the norm of each sample.
+        meter: Counts the norm before and after.
+        save: Put the settings into the state_dict.
+
+    Example:
+        >>> gg.ClipGrad(max_norm=1.0)
+        ClipGrad(max_norm=1.0, max_value=None, per_sample=False)
+    """
+
+    settings = ("max_norm", "max_value", "per_sample")
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        per_sample: bool = False,
+        *,
+        meter: GateMeter | None = None,
+        save: bool = False,
+    ) -> None:
+        super().__init__(meter, save)
+        self.max_norm = max_norm
+        self.max_value = max_value
+        self.per_sample = per_sample
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give x, its gradient limited."""
+        return clip_grad(
+            x, max_norm=self.max_norm, max_value=self.max_value, per_sample=self.per_sample, meter=self.meter
+        )
+
+
+class FiniteGrad(GateModule):
+    """`finite_grad` as a module.
+
+    Args:
+        fill: What takes the place of NaN, Inf and -Inf; see `finite_grad`. Set `module.fill` at any time.
+        meter: Counts what was replaced, as `stopped`.
+        save: Put fill into the state_dict.
+
+    Example:
+        >>> gg.FiniteGrad()
+        FiniteGrad(fill=0.0)
+    """
+
+    settings = ("fill",)
+
+    def __init__(self, fill: float = 0.0, *, meter: GateMeter | None = None, save: bool = False) -> None:
+        super().__init__(meter, save)
+        self.fill = fill
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give x, what is not finite in its gradient replaced."""
+        return finite_grad(x, self.fill, meter=self.meter)

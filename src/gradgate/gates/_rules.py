@@ -1,0 +1,172 @@
+"""What each gate does to a gradient: pure functions of tensors that know nothing of graphs.
+
+A rule is given the arriving gradient and its own tensors (a mask, a factor) and gives what goes on upstream; None
+means that nothing does. It never writes into the gradient it is given. While second derivatives are wanted (recording
+is on during backward) it uses operations that autograd can follow, else the fastest ones that give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradgate._checks import check_keep
+
+__all__ = ["Chosen", "Clip", "Finite", "Mask", "Rule", "Scale", "Whole"]
+
+# Widths of gradient elements, and the integers whose bits can stand for them.
+INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Rule:
+    """One way of treating a gradient."""
+
+    __slots__ = ()
+
+    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | None:
+        """Give what goes on upstream."""
+        raise NotImplementedError
+
+    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | int:
+        """Count the elements that are withheld or replaced, without asking the host."""
+        return 0
+
+    def settled(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> tuple[Rule, tuple[torch.Tensor, ...]]:
+        """Give the rule and its tensors for this gradient; the same as ever, unless it depends on the gradient."""
+        return self, tensors
+
+
+@dataclass(slots=True)
+class Whole(Rule):
+    """All of the gradient, or nothing at all."""
+
+    keep: bool
+
+    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | None:
+        """Give the gradient itself or None."""
+        return gradient if self.keep else None
+
+    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> int:
+        """Count everything or nothing."""
+        return 0 if self.keep else gradient.numel()
+
+
+@dataclass(slots=True)
+class Mask(Rule):
+    """The gradient where keep (its one tensor), and +0.0 elsewhere."""
+
+    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Give the gradient where keep."""
+        return _masked(gradient, *tensors)
+
+    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Count where keep is False, each as often as it is broadcast."""
+        (keep,) = tensors
+        return keep.logical_not().count_nonzero() * (gradient.numel() // max(keep.numel(), 1))
+
+
+@dataclass(slots=True)
+class Chosen(Rule):
+    """The gradient where a function of the gradient says so."""
+
+    keep: Callable[[torch.Tensor], Any]
+
+    def settled(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> tuple[Rule, tuple[torch.Tensor, ...]]:
+        """Ask the function."""
+        keep = self.keep(gradient.detach())
+        if isinstance(keep, bool):
+            return Whole(keep), ()
+        return Mask(), (check_keep(keep, gradient, name="keep(grad)", function="gate"),)
+
+
+@dataclass(slots=True)
+class Scale(Rule):
+    """The gradient times a number, or times its one tensor; where that is 0, exactly 0."""
+
+    factor: float = 1.0
+
+    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Give the product."""
+        if tensors:
+            return _scaled(gradient, *tensors)
+        if self.factor == 1:
+            return gradient
+        return torch.zeros_like(gradient) if self.factor == 0 else gradient * self.factor
+
+    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | int:
+        """Count where the factor is 0."""
+        if tensors:
+            return Mask().stopped(gradient, tensors[0] != 0)
+        return gradient.numel() if self.factor == 0 else 0
+
+
+@dataclass(slots=True)
+class Clip(Rule):
+    """The gradient with its values, then its norm, brought down to a limit."""
+
+    max_norm: float | None
+    max_value: float | None
+    per_sample: bool
+
+    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Give the gradient within its limits."""
+        if self.max_value is not None:
+            gradient = gradient.clamp(-self.max_value, self.max_value)
+        if self.max_norm is None or gradient.numel() == 0:
+            return gradient
+        wide = gradient.float() if gradient.dtype in LOW_PRECISION else gradient
+        # Divided by its largest element first: the squares of exploding gradients do not fit into float32.
+        largest = _norm(wide.detach(), float("inf"), self.per_sample)
+        unit = wide / torch.where(largest > 0, largest, 1.0)
+        norm = _norm(unit, 2, self.per_sample)
+        shrunk = unit * (self.max_norm / torch.where(norm > 0, norm, 1.0))
+        # A norm that is NaN is not greater than anything, so a gradient that is not finite goes on as it came.
+        return torch.where(largest * norm > self.max_norm, shrunk, wide).to(gradient.dtype)
+
+
+@dataclass(slots=True)
+class Finite(Rule):
+    """The gradient where it is finite, and a number elsewhere."""
+
+    fill: float
+
+    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Give the gradient with its gaps filled."""
+        if torch.is_grad_enabled() or gradient.is_complex():
+            return torch.where(gradient.isfinite(), gradient, self.fill)
+        return gradient.nan_to_num(self.fill, self.fill, self.fill)
+
+    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Count what is not finite."""
+        return gradient.isfinite().logical_not().count_nonzero()
+
+
+def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Give the gradient where keep and +0.0 elsewhere, whatever arrives there.
+
+    Kernels that read a bool are slow (on a CPU `where` takes 20 times as long as a product), and a product lets NaN
+    through. So the bits of a closed element are cleared: it is and-ed with an integer of its width, all ones or zero.
+    """
+    if keep.device != gradient.device:  # only a 0-dim mask on the CPU gets here, see check_keep
+        keep = keep.to(gradient.device, non_blocking=True)
+    if gradient.is_complex() and not torch.is_grad_enabled():
+        return torch.view_as_complex(_masked(torch.view_as_real(gradient.resolve_conj()), keep.unsqueeze(-1)))
+    integer = INTEGER_OF_WIDTH.get(gradient.element_size())
+    if torch.is_grad_enabled() or integer is None or type(gradient) is not torch.Tensor:
+        return torch.where(keep, gradient, 0)
+    bits = keep.view(torch.uint8).to(integer).neg_()
+    return gradient.resolve_neg().view(integer).bitwise_and(bits).view(gradient.dtype)
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return _masked((gradient * factor).to(gradient.dtype), factor != 0)
+
+
+def _norm(gradient: torch.Tensor, order: float, per_sample: bool) -> torch.Tensor:
+    rows = gradient.reshape(len(gradient) if per_sample else 1, -1)
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, order, dim=1)
+    return norm.reshape(-1, *[1] * (gradient.dim() - 1)) if per_sample else norm.reshape(())
