@@ -58,8 +58,9 @@ class GradgateError(Exception):
     """
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
-        # Only `what` is in args: pickling calls the class with args and then restores __dict__.
-        super().__init__(what)
+        # Only `what` is in args: pickling calls the class with args and then restores __dict__. Set here and not by
+        # super().__init__, which torch.compile cannot trace: it would show that instead of this message.
+        self.args = (what,)
         self.what = what
         self.why = why
         self.fix = fix
