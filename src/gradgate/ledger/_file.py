@@ -125,12 +125,9 @@ def explain(error: sqlite3.Error, path: Path) -> LedgerError:
         The same as a LedgerError.
     """
     code = getattr(error, "sqlite_errorname", "")
-    for prefix, why, fix in _MEANINGS:
-        if code.startswith(prefix):
-            return LedgerError(f"the ledger {path} failed: {error}.", why=why, fix=fix.replace("FILE", str(path)))
-    return LedgerError(
-        f"the ledger {path} failed: {error}.", why="SQLite could not do what it was asked.", fix=_RECOVER
-    )
+    other = ("", "SQLite could not do what it was asked.", _RECOVER)
+    _, why, fix = next((meaning for meaning in _MEANINGS if code.startswith(meaning[0])), other)
+    return LedgerError(f"the ledger {path} failed: {error}.", why=why, fix=fix.replace("FILE", str(path)))
 
 
 _RECOVER = 'sqlite3 FILE ".recover" | sqlite3 RECOVERED   # saves what can be read'

@@ -16,7 +16,7 @@ from gradgate.ledger._quarantine import decide, write_decisions
 from gradgate.ledger._questions import Questions
 from gradgate.ledger._rows import as_text
 from gradgate.ledger._runs import Run, this_run
-from gradgate.ledger._writer import Entry, Writer
+from gradgate.ledger._writer import Entry, Writer, with_details
 from gradgate.records import Incident
 
 __all__ = ["Ledger"]
@@ -75,7 +75,8 @@ class Ledger(Questions):
         self.snapshot_limit = snapshot_limit
         self.read_only = read_only
         self._file = LedgerFile(self.path.absolute(), read_only=read_only)
-        self._writer = Writer(self._file, this_run(run, arguments))
+        # A reader is no run, and is not made to wait for the questions that describe one.
+        self._writer = Writer(self._file, Run(name="", started=0) if read_only else this_run(run, arguments))
         if not read_only and (run is not None or arguments is not None):
             self._writer.announce()
         self._finish = finalize(self, self._writer.close)
@@ -224,10 +225,9 @@ class Ledger(Questions):
         if snapshot is not None and (not self.snapshot or len(snapshot) > self.snapshot_limit):
             left_out["snapshot"] = _reason(snapshot, self.snapshot, self.snapshot_limit)
             snapshot = None
-        changes: dict[str, Any] = {} if incident.run is not None else {"run": self.run}
         if left_out:
-            changes["details"] = {**incident.details, "not_stored": left_out}
-        return Entry(replace(incident, **changes) if changes else incident, payload, snapshot)
+            incident = with_details(incident, not_stored=left_out)
+        return Entry(incident if incident.run is not None else replace(incident, run=self.run), payload, snapshot)
 
 
 def _reason(data: bytes, wanted: bool, limit: int) -> str:

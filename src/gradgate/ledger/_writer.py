@@ -7,7 +7,7 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from gradgate.errors import LedgerError, LedgerWarning
@@ -16,7 +16,7 @@ from gradgate.ledger._rows import COLUMNS, to_row
 from gradgate.ledger._runs import Run, finish_run, write_run
 from gradgate.records import Incident
 
-__all__ = ["INSERT", "Entry", "Writer", "write_entries"]
+__all__ = ["INSERT", "Entry", "Writer", "with_details", "write_entries"]
 
 PATIENCE_AFTER_FAILURE = 0.05
 """How many seconds a writer waits that has failed before: every bad step of the training would wait."""
@@ -119,7 +119,8 @@ class Writer:
                         finish_run(connection, self.run.name, time.time())
             except LedgerError as error:
                 if self._waiting:
-                    self._warn(f"{len(self._waiting)} incidents were never written", error)
+                    count = len(self._waiting)
+                    self._warn(f"{count} incident{'s were' if count > 1 else ' was'} never written", error)
             self.file.close()
 
     def _notice_fork(self) -> None:
@@ -133,10 +134,24 @@ class Writer:
         for position, entry in enumerate(self._waiting):
             total += entry.weight
             if entry.weight and total > PAYLOADS_IN_MEMORY:
-                self._waiting[position] = Entry(entry.incident)
+                note = {"payload": f"the file could not be written, and {PAYLOADS_IN_MEMORY:,} bytes filled the memory"}
+                self._waiting[position] = Entry(with_details(entry.incident, not_stored=note))
 
     def _warn(self, consequence: str, error: LedgerError) -> None:
         warnings.warn(f"{error.what} {consequence[0].upper()}{consequence[1:]}.\n{_rest(error)}", LedgerWarning, 5)
+
+
+def with_details(incident: Incident, **more: object) -> Incident:
+    """Give an incident with further details.
+
+    Args:
+        incident: The incident.
+        **more: What to add.
+
+    Returns:
+        A new incident.
+    """
+    return replace(incident, details={**incident.details, **more})
 
 
 def write_entries(connection: sqlite3.Connection, entries: Iterable[Entry]) -> int:

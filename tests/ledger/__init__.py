@@ -1,0 +1,1 @@
+"""The ledger: what was dropped, why, and again."""

@@ -1,0 +1,187 @@
+"""Which files are a ledger, which are refused, and what the refusal says."""
+
+import os
+import sqlite3
+import sys
+
+import pytest
+
+from gradgate.errors import ArgumentValueError, LedgerError
+from gradgate.ledger import Ledger, _schema
+from tests.ledger.made import finish, incident, start
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A closed ledger with one incident."""
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record(incident())
+    return tmp_path / "run.ledger"
+
+
+def change(path, *statements):
+    connection = sqlite3.connect(path)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+def test_a_missing_folder_is_an_error_at_once(tmp_path):
+    with pytest.raises(LedgerError, match=r"there is no folder .*deep.*\n.*\nFix: Path\(.*mkdir"):
+        Ledger(tmp_path / "deep" / "run.ledger")
+
+
+def test_a_folder_is_not_a_ledger(tmp_path):
+    with pytest.raises(LedgerError, match=r"it is a folder.*\n.*\nFix: gg.Ledger\('.*/run.ledger'\)"):
+        Ledger(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, "", ":memory:"])
+def test_a_ledger_is_a_file(path):
+    with pytest.raises(ArgumentValueError, match="a ledger is a file"):
+        Ledger(path)
+
+
+def test_reading_does_not_create(tmp_path):
+    with pytest.raises(LedgerError, match=r"there is no ledger .*\n.*it was to be read"):
+        Ledger(tmp_path / "run.ledger", read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_some_other_file_is_refused_and_left_alone(tmp_path, read_only):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"These are my notes. " * 100)
+    with pytest.raises(LedgerError, match="not even an SQLite file"):
+        Ledger(path, read_only=read_only)
+    assert path.read_bytes() == b"These are my notes. " * 100
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_some_other_database_is_refused_and_left_alone(tmp_path, read_only):
+    path = tmp_path / "shop.db"
+    change(path, "CREATE TABLE customers (name)")
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="an SQLite file, but not a ledger"):
+        Ledger(path, read_only=read_only)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["shop.db"]
+
+
+def test_an_empty_file_becomes_a_ledger_but_is_not_read_as_one(tmp_path):
+    path = tmp_path / "run.ledger"
+    path.touch()
+    with pytest.raises(LedgerError, match=r"it is empty \(schema 0.*\n.*reading only"):
+        Ledger(path, read_only=True)
+    assert Ledger(path).incidents() == []
+
+
+def test_a_newer_ledger_says_what_to_do(path):
+    change(path, "PRAGMA user_version = 9")
+    with pytest.raises(LedgerError, match=r"it has schema 9; this gradgate knows 1 to 1.*\n.*newer.*\n.*--upgrade"):
+        Ledger(path)
+
+
+def test_a_ledger_with_triggers_is_refused(path):
+    change(path, "CREATE TRIGGER spy AFTER INSERT ON incident BEGIN DELETE FROM incident; END")
+    with pytest.raises(LedgerError, match="it has triggers"):
+        Ledger(path)
+
+
+def test_a_view_that_was_replaced_is_refused(path):
+    change(path, "DROP VIEW runs", "CREATE VIEW runs AS SELECT 1")
+    with pytest.raises(LedgerError, match="its tables are not those of a ledger: runs"):
+        Ledger(path, read_only=True)
+
+
+def test_tables_of_the_user_beside_ours_are_fine(path):
+    change(path, "CREATE TABLE notes (text)")
+    assert len(Ledger(path).incidents()) == 1
+
+
+def test_an_odd_name_is_only_a_name(tmp_path):
+    path = tmp_path / "what? 100% #1 é.ledger"
+    with Ledger(path) as ledger:
+        ledger.record(incident())
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert len(Ledger(path, read_only=True).incidents()) == 1
+
+
+def test_a_ledger_that_is_only_read_is_never_written(path):
+    before = path.read_bytes()
+    ledger = Ledger(path, read_only=True)
+    with pytest.raises(LedgerError, match=r"opened with read_only=True.*\n.*\nFix: gg.Ledger\("):
+        ledger.release("img_17.png")
+    ledger.close()
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_was_deleted_under_way_is_made_again(path):
+    """Otherwise the incidents would go to a file that has no name any more."""
+    ledger = Ledger(path)
+    ledger.record(incident("before"))
+    for file in path.parent.iterdir():
+        file.unlink()
+    ledger.record(incident("after"))
+    assert [found.sample_id for found in Ledger(path, read_only=True).incidents()] == ["after"]
+    assert len(ledger.runs()) == 1
+
+
+# --- rights --------------------------------------------------------------------------------------------------------
+
+NOBODY = "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"  # Root may write everywhere.
+
+
+@pytest.fixture
+def forbidden(path):
+    """The same ledger where this user may read, but write neither the file nor beside it."""
+    os.chmod(path, 0o444)
+    for folder in (path.parent, *path.parent.parents[:3]):
+        if os.stat(folder).st_uid == os.getuid() and folder.name:
+            os.chmod(folder, 0o555 if folder == path.parent else 0o755)
+    yield path
+    os.chmod(path.parent, 0o755)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="rights are another matter there")
+def test_a_read_only_file_in_a_read_only_folder_can_be_read(forbidden):
+    code = NOBODY + "print(len(Ledger(sys.argv[1], read_only=True).incidents()))"
+    assert finish(start(code, forbidden)) == "1"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="rights are another matter there")
+def test_a_read_only_file_opened_to_write_is_an_error_at_once(forbidden):
+    code = NOBODY + "try: Ledger(sys.argv[1])\nexcept OSError as error: print(error)"
+    said = finish(start(code, forbidden))
+    assert "read-only for this process" in said
+    assert "Fix: gg.Ledger(path, read_only=True)" in said
+
+
+# --- migrations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_version(monkeypatch):
+    def install(*statements):
+        monkeypatch.setattr(_schema, "MIGRATIONS", (*_schema.MIGRATIONS[:1], statements))
+
+    return install
+
+
+def test_an_older_ledger_is_brought_up_to_date(path, second_version):
+    second_version("ALTER TABLE run ADD COLUMN host TEXT", "CREATE TABLE extra (x)")
+    with pytest.raises(LedgerError, match=r"a ledger of an older gradgate \(schema 1, this gradgate writes 2\)"):
+        Ledger(path, read_only=True)
+    assert len(Ledger(path).incidents()) == 1
+    assert Ledger(path, read_only=True).sql("SELECT host FROM run").columns == ("host",)
+
+
+def test_a_migration_that_fails_leaves_the_file_as_it_was(path, second_version):
+    second_version("CREATE TABLE extra (x)", "INSERT INTO nowhere VALUES (1)")
+    with pytest.raises(LedgerError, match="no such table: nowhere"):
+        Ledger(path)
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+    assert connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'extra'").fetchone() == (0,)
+    connection.close()
