@@ -180,6 +180,36 @@ def test_a_task_inside_a_mode_of_the_thread():
     assert seen == [False] * 12
 
 
+def test_a_loop_inside_a_decorated_generator():
+    async def hold(flag):
+        seen = []
+        with gg.grad_mode(flag):
+            for _ in range(4):
+                await asyncio.sleep(0)
+                seen.append(torch.is_grad_enabled())
+        return seen
+
+    @gg.grad_mode(False)
+    def outer():
+        yield run(hold(True), hold(False), hold(True), hold(False))
+        yield torch.is_grad_enabled()
+
+    assert list(outer()) == [[[True] * 4, [False] * 4] * 2, False]
+
+
+def test_a_task_started_inside_a_block_is_another_task():
+    async def child():
+        await asyncio.sleep(0)
+        return torch.is_grad_enabled()
+
+    async def parent():
+        with gg.grad_mode(False):
+            carried = gg.carry_mode(child)
+            return await asyncio.gather(asyncio.create_task(child()), asyncio.create_task(carried()))
+
+    assert asyncio.run(parent()) == [True, False]
+
+
 def test_a_cancelled_task_restores():
     after = []
 

@@ -25,28 +25,23 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-# One item for each entry of an unlocked mode, in any thread: mostly there is none, see _Scope.__enter__.
+# One item for each unlocked entry that was pushed, in any thread: mostly there is none.
 _unlocked_entries: list[None] = []
 
 
 class _Scope:
-    """A mode, ready to be entered; what to restore is kept apart, so one object serves everybody.
+    """A mode, ready to be entered; what to restore is kept apart, so one object serves everybody."""
 
-    Args:
-        before: What is restored where it was in force on entering, as it nearly always is.
-        flag: The mode.
-    """
-
-    __slots__ = ("before", "flag")
+    __slots__ = ("flag",)
     locked = False
 
-    def __init__(self, before: bool, flag: bool) -> None:
-        self.before = before
+    def __init__(self, flag: bool) -> None:
         self.flag = flag
 
     def __enter__(self) -> None:
-        # The short way keeps nothing at all: outside of locks and loops, entered in the mode that it was made in.
-        if locks or running_loop() is not None or read_grad_mode() is not self.before:
+        # The short way, outside of locks and loops and from a mode that records, has nothing to remember; it is not
+        # taken while anybody has something to remember, so that __exit__ can tell the two apart.
+        if locks or _unlocked_entries or running_loop() is not None or not read_grad_mode():
             _unlocked_entries.append(None)
             _push(self)
         write_grad_mode(self.flag)
@@ -58,7 +53,7 @@ class _Scope:
             _unlocked_entries.pop()
             _pop()
         else:
-            write_grad_mode(self.before)
+            write_grad_mode(True)
 
     def __call__(self, fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         _check_decorated(fn, self.flag)
@@ -101,9 +96,8 @@ def _pop() -> None:
         release_task()
 
 
-# By what is in force, by what is asked for.
-_SCOPES = {(before, flag): _Scope(before, flag) for before in (True, False) for flag in (True, False)}
-_LOCKED_SCOPES = {flag: _LockedScope(True, flag) for flag in (True, False)}
+_ON, _OFF = _Scope(True), _Scope(False)
+_LOCKED_ON, _LOCKED_OFF = _LockedScope(True), _LockedScope(False)
 
 
 class _TracedScope:
@@ -164,24 +158,30 @@ def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool =
     if fn is None:
         if is_dynamo_compiling():
             return _TracedScope(flag)
-        return _LOCKED_SCOPES[flag] if locked else _SCOPES[read_grad_mode(), flag]
-    if not callable(fn):
+        if locked:
+            return _LOCKED_ON if flag else _LOCKED_OFF
+        return _ON if flag else _OFF
+    try:
+        if locked or locks:
+            with grad_mode(flag, locked=locked):
+                result = fn()
+        else:
+            # The same in one piece: nothing can be awaited in between, and nobody else holds this entry.
+            recording = read_grad_mode()
+            write_grad_mode(flag)
+            try:
+                result = fn()
+            finally:
+                write_grad_mode(recording)
+    except TypeError:
+        # Looked at only now: the check would be a tenth of the whole call.
+        if callable(fn):
+            raise
         raise ArgumentTypeError(
             f"grad_mode(): `fn` is {describe(fn)}.",
             why="it is called in the mode, so it has to be a function, not what one has already given.",
             fix=f"gg.grad_mode({flag}, lambda: model(x))",
-        )
-    if locked or locks:
-        with grad_mode(flag, locked=locked):
-            result = fn()
-    else:
-        # The same in one piece: nothing can be awaited in between, and nobody else holds this entry.
-        recording = read_grad_mode()
-        write_grad_mode(flag)
-        try:
-            result = fn()
-        finally:
-            write_grad_mode(recording)
+        ) from None
     if type(result) in DEFERRED:
         return drive(grad_mode(flag, locked=locked), result)
     return result

@@ -5,15 +5,19 @@ They are the thread's only while it runs; while it is paused, the others have th
 
 from __future__ import annotations
 
+from asyncio import _get_running_loop as running_loop
+
 from gradgate._torch_compat import read_grad_mode, write_grad_mode
 from gradgate.modes._entries import Entry, current
 from gradgate.modes._lock import close_lock, open_lock
 
-__all__ = ["Strand"]
+__all__ = ["Strand", "running_loop"]
 
 
 class Strand:
     """One flow of execution: entered when it goes on, left when it pauses.
+
+    `loop` is the event loop that it last went on in, if any: a task of a loop further in is not inside this strand.
 
     Args:
         recording: Whether autograd records when it first runs.
@@ -21,7 +25,7 @@ class Strand:
         locked: Whether it is in a lock whenever it runs.
     """
 
-    __slots__ = ("_around", "_locked", "_outer", "_own")
+    __slots__ = ("_around", "_locked", "_outer", "_own", "loop")
 
     def __init__(self, recording: bool, entries: list[Entry], *, locked: bool) -> None:
         self._own = recording, entries
@@ -30,6 +34,7 @@ class Strand:
     def __enter__(self) -> None:
         if self._locked:
             open_lock()
+        self.loop = running_loop()
         self._around = current.strand
         self._outer = read_grad_mode(), current.entries
         current.strand = self

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from asyncio import _get_running_loop as running_loop
 from typing import Any
 
 from gradgate._torch_compat import read_grad_mode
 from gradgate.modes._entries import current
-from gradgate.modes._strands import Strand
+from gradgate.modes._strands import Strand, running_loop
 
 __all__ = ["bind_task", "bound_tasks", "release_task", "running_loop"]
 
@@ -36,7 +35,7 @@ _run_handle = asyncio.Handle._run
 def bind_task() -> None:
     """Make the running task a strand of its own, unless it is in one: it is about to enter a block."""
     task = asyncio.current_task()
-    if task is None or current.strand is not None:
+    if task is None or (current.strand is not None and current.strand.loop is running_loop()):
         return
     strand = _TaskStrand(task)
     strand.__enter__()
