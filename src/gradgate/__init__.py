@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gradgate import edits as edits
+    from gradgate import freezing as freezing
     from gradgate import gates as gates
     from gradgate import ledger as ledger
     from gradgate import masked as masked
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from gradgate.edits import at as at
     from gradgate.errors import GradgateError as GradgateError
     from gradgate.errors import TooManyBadSamples as TooManyBadSamples
+    from gradgate.freezing import FreezeSchedule as FreezeSchedule
+    from gradgate.freezing import freeze as freeze
+    from gradgate.freezing import pin as pin
+    from gradgate.freezing import train_only as train_only
+    from gradgate.freezing import train_rows as train_rows
+    from gradgate.freezing import trainable as trainable
     from gradgate.gates import ClipGrad as ClipGrad
     from gradgate.gates import FiniteGrad as FiniteGrad
     from gradgate.gates import Gate as Gate
@@ -48,6 +55,7 @@ _ROOM_OF = {
     "ClipGrad": "gates",
     "Finding": "records",
     "FiniteGrad": "gates",
+    "FreezeSchedule": "freezing",
     "Gate": "gates",
     "GateMeter": "gates",
     "GradgateError": "errors",
@@ -63,16 +71,21 @@ _ROOM_OF = {
     "clip_grad": "gates",
     "enable_grad": "modes",
     "finite_grad": "gates",
+    "freeze": "freezing",
     "gate": "gates",
     "grad_mode": "modes",
     "is_grad_enabled": "modes",
     "no_grad": "modes",
+    "pin": "freezing",
     "reverse_grad": "gates",
     "scale_grad": "gates",
     "set_grad_enabled": "modes",
     "straight_through": "gates",
+    "train_only": "freezing",
+    "train_rows": "freezing",
+    "trainable": "freezing",
 }
-_ROOMS = ("edits", "errors", "gates", "ledger", "masked", "modes", "records")
+_ROOMS = ("edits", "errors", "freezing", "gates", "ledger", "masked", "modes", "records")
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
 

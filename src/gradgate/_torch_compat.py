@@ -118,12 +118,12 @@ def is_traced() -> bool:
 
 
 def without_copy(x: torch.Tensor) -> torch.Tensor:
-    """Give a tensor of its own with the values, strides and memory of x; autograd follows it.
+    """Give a tensor of its own with the values, strides and memory of x; call it while nothing is recorded.
 
     Activations are shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
     operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone). Parameters
-    are not: their memory must stay where it is, so the result is a view, and autograd refuses to overwrite a view
-    that an autograd Function returns. The same for memory that torch does not own (numpy's, shared memory).
+    are not: their memory must stay where it is, so the result is a view, and autograd refuses to overwrite one
+    that was made while nothing was recorded. The same for memory that torch does not own (numpy's, shared memory).
 
     Args:
         x: A strided tensor.

@@ -1,0 +1,107 @@
+"""What is held of a parameter travels with it: into deep copies, into pickles, and to the optimizer's step.
+
+A *watcher* is attached to the parameter itself, as an attribute, and not kept in a table of the library. Whoever has
+the parameter has the watcher: an optimizer built later, a copy of the model, another process that unpickles it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["Watcher", "any_alive", "attach", "detach", "watchers_of"]
+
+_ATTRIBUTE = "_gradgate_watchers"
+_ATTRIBUTES = (_ATTRIBUTE, "__deepcopy__", "__reduce_ex__")
+_alive: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_NONE: dict[str, Any] = {}
+
+
+class Watcher:
+    """What wants to be asked around an optimizer's step. It must not refer to its parameter."""
+
+    def awake(self, parameter: torch.Tensor) -> None:
+        """Begin, on a parameter that has just been given this watcher or has just been copied or unpickled."""
+
+    def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the parameter before an optimizer's step."""
+
+    def before_evaluation(self, parameter: torch.Tensor) -> None:
+        """Look at the parameter before the optimizer evaluates its closure in the middle of a step."""
+
+    def after_evaluation(self, parameter: torch.Tensor) -> None:
+        """Look at the parameter after the closure."""
+
+    def after_step(self, parameter: torch.Tensor) -> None:
+        """Look at the parameter after the step."""
+
+
+def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Give the watchers of a parameter by their kind; empty for most parameters."""
+    return getattr(parameter, _ATTRIBUTE, _NONE)
+
+
+def any_alive() -> bool:
+    """Tell whether any watcher is left in this process."""
+    return bool(_alive)
+
+
+def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:
+    """Give a parameter a watcher, which from now on goes where the parameter goes."""
+    if not hasattr(parameter, _ATTRIBUTE):
+        # copy and pickle ask the object itself before its class, so this reaches one parameter and no other.
+        reference = weakref.ref(parameter)
+        setattr(parameter, _ATTRIBUTE, {})
+        parameter.__dict__["__deepcopy__"] = partial(_copied, reference)
+        parameter.__dict__["__reduce_ex__"] = partial(_reduced, reference)
+    watchers_of(parameter)[kind] = watcher
+    _alive.add(watcher)
+    watcher.awake(parameter)
+
+
+def detach(parameter: torch.Tensor, kind: str) -> None:
+    """Take a watcher away; with the last one the parameter is plain again."""
+    _alive.discard(watchers_of(parameter).pop(kind))
+    if not watchers_of(parameter):
+        for name in _ATTRIBUTES:
+            del parameter.__dict__[name]
+
+
+def _copied(reference: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
+    parameter = _alive_parameter(reference)
+    if id(parameter) in memo:
+        return memo[id(parameter)]  # type: ignore[no-any-return]
+    result: torch.Tensor = type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
+    for kind, watcher in watchers_of(parameter).items():
+        attach(result, kind, copy.deepcopy(watcher, memo))
+    return result
+
+
+def _reduced(reference: weakref.ref[torch.Tensor], protocol: int) -> tuple[Any, ...]:
+    parameter = _alive_parameter(reference)
+    ours = {name: parameter.__dict__.pop(name) for name in _ATTRIBUTES}
+    try:
+        function, arguments = type(parameter).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
+    finally:
+        parameter.__dict__.update(ours)
+    return _rebuilt, (function, arguments, ours[_ATTRIBUTE])
+
+
+def _rebuilt(
+    function: Callable[..., torch.Tensor], arguments: tuple[Any, ...], watchers: dict[str, Watcher]
+) -> torch.Tensor:
+    parameter = function(*arguments)
+    for kind, watcher in watchers.items():
+        attach(parameter, kind, watcher)
+    return parameter
+
+
+def _alive_parameter(reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
+    parameter = reference()
+    assert parameter is not None, "a method of a tensor was called after the tensor was gone"
+    return parameter

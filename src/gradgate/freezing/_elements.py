@@ -1,0 +1,290 @@
+"""Single elements and rows of a parameter that do not move, while the others learn: `pin`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from gradgate._names import describe, listed
+from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+from gradgate.freezing._fingerprints import fingerprint
+from gradgate.freezing._holding import hold_of, take_hold
+from gradgate.freezing._proof import check_unmoved
+from gradgate.freezing._regions import region_of
+from gradgate.freezing._selection import bare
+
+__all__ = ["Pin", "pin", "row_numbers"]
+
+
+class Pin:
+    """Elements of one parameter that stay what they are; made by `pin`.
+
+    As a context manager it releases at the end of the block. Pins of one parameter may overlap; an element is free
+    when the last pin on it has gone.
+
+    Attributes:
+        parameter: The parameter, the same object as before.
+        count: How many elements this pin holds.
+        active: Whether it still holds them.
+
+    Example:
+        >>> embedding = torch.nn.Embedding(4, 2)
+        >>> pin = gg.pin(embedding.weight, rows=[0, 3])
+        >>> pin
+        Pin(4 of 8 elements)
+        >>> pin.release()
+    """
+
+    def __init__(self, parameter: torch.Tensor, frozen: torch.Tensor) -> None:
+        self.parameter = parameter
+        self._region = region_of(frozen)
+        self.count = self._region.count
+        self.active = True
+        self._token = uuid.uuid4().hex
+        take_hold(parameter).pin(parameter, self._token, self._region)
+        self.accept()
+
+    @property
+    def frozen(self) -> torch.Tensor:
+        """The pinned elements as a boolean mask of the parameter's shape."""
+        return self._region.mask(self.parameter.shape, self.parameter.device).clone()
+
+    def release(self) -> None:
+        """Let go; a second call does nothing."""
+        if self.active and (hold := hold_of(self.parameter)) is not None:
+            hold.release(self.parameter, self._token)
+        self.active = False
+
+    def accept(self) -> None:
+        """Take the values of now as the pinned ones, after they were changed on purpose."""
+        self._fingerprint = fingerprint(self._region.gather(self.parameter.detach()))
+
+    def verify(self) -> None:
+        """Prove that no pinned element moved since it was pinned (or since `accept`).
+
+        Raises:
+            FrozenMovedError: One did; it is named, with both values.
+            ArgumentValueError: The pin has been released.
+        """
+        if not self.active:
+            raise ArgumentValueError(
+                "verify(): this pin has been released.",
+                why="what is free may move.",
+                fix="pin.verify()   # before pin.release()",
+            )
+        self._fingerprint = check_unmoved("parameter", self.parameter, self._region, self._fingerprint)
+
+    def save_in(self, model: nn.Module) -> None:
+        """Write what is pinned into the model's `state_dict`, and compare when one is loaded.
+
+        Without this the keys of the state dict are what they always were. With it there is one more, the parameter's
+        name followed by `_frozen`: a model that is not pinned refuses such a state as having an unexpected key, one
+        that is pinned otherwise refuses it as a mismatch, and this model refuses a state without it.
+
+        Args:
+            model: A model that has the parameter.
+
+        Raises:
+            ArgumentValueError: It does not have it.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 2)
+            >>> pin = gg.pin(model.weight, rows=[0])
+            >>> pin.save_in(model)
+            >>> list(model.state_dict())
+            ['weight', 'bias', 'weight_frozen']
+        """
+        for module in bare(model, "save_in").modules():
+            for name, candidate in module.named_parameters(recurse=False):
+                if candidate is self.parameter:
+                    module.register_state_dict_post_hook(partial(_save_mask, name))  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(partial(_compare_mask, name))  # type: ignore[no-untyped-call]
+                    return
+        raise ArgumentValueError(
+            f"save_in(): this {type(model).__name__} does not have the pinned parameter.",
+            why="the mask is saved beside the parameter that it belongs to.",
+            fix="pin.save_in(the_model_that_has_it)",
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "" if self.active else "; released"
+        return f"Pin({self.count:,} of {self.parameter.numel():,} elements{state})"
+
+
+def _pinned_mask(module: nn.Module, name: str) -> torch.Tensor | None:
+    parameter = module.get_parameter(name)
+    hold = hold_of(parameter)
+    return hold.pinned_mask(parameter) if hold is not None else None
+
+
+def _save_mask(name: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    mask = _pinned_mask(module, name)
+    if mask is not None:
+        state[f"{prefix}{name}_frozen"] = mask
+
+
+def _compare_mask(
+    name: str,
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    key = f"{prefix}{name}_frozen"
+    mine, saved = _pinned_mask(module, name), state.pop(key, None)
+    if saved is None and mine is not None:
+        missing.append(key)
+    elif saved is not None:
+        here = mine if mine is not None else torch.zeros_like(saved)
+        if here.shape != saved.shape or not torch.equal(here.cpu(), saved.cpu()):
+            errors.append(
+                f"{prefix}{name} has {int(here.sum())} pinned elements here and {int(saved.sum())} in the checkpoint, "
+                f"not the same; pin it as it was: gg.pin(parameter, frozen=state[{key!r}])."
+            )
+
+
+def pin(
+    parameter: torch.Tensor,
+    *,
+    frozen: torch.Tensor | None = None,
+    rows: Sequence[int] | torch.Tensor | range | None = None,
+) -> Pin:
+    """Keep elements of a parameter bit-identical under any optimizer, while the others learn as if they were alone.
+
+    The parameter stays the same object under the same name. From the backward on its gradient is exactly 0 at the
+    pinned elements, so clipping does not see them; after every step of any `torch.optim.Optimizer` their values are
+    put back bit by bit; what the optimizer remembers of them is set to 0 at the first step. In between they may be
+    changed on purpose - `load_state_dict`, an assignment under `no_grad` - and are then kept as they are; what is
+    written behind autograd's back through `.data` is undone by the next step. `verify` tells of both.
+
+    The pin travels with the parameter into copies and pickles of the model (`gg.freezing.thaw` frees those), through
+    `model.to(...)`, `torch.compile` and DistributedDataParallel.
+
+    Args:
+        parameter: The parameter, or any other leaf tensor that learns.
+        frozen: A boolean mask of its shape, or of its number of dimensions and broadcastable; True does not move.
+        rows: Rows that do not move: numbers along the first dimension, negative ones counted from the end.
+
+    Returns:
+        The pin, to release and to verify; also a context manager. Letting it fall does not release.
+
+    Raises:
+        ArgumentTypeError: Not a floating tensor of torch's own, not a boolean mask, rows that are not integers.
+        ArgumentValueError: Not a leaf, a mask of another shape, or neither mask nor rows.
+        ArgumentIndexError: A row that does not exist.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> pin = gg.pin(weight, frozen=torch.tensor([True, False, False]))
+        >>> optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.grad, weight.data
+        (tensor([0., 1., 1.]), tensor([1.0000, 0.8500, 0.8500]))
+    """
+    _check_parameter(parameter)
+    if frozen is None and rows is None:
+        raise ArgumentValueError(
+            "pin(): neither `frozen` nor `rows` is given.",
+            why="it must be said which elements stay.",
+            fix="gg.pin(parameter, rows=[0, 5])   # a whole parameter: gg.freeze(model, parameter)",
+        )
+    together = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+    if frozen is not None:
+        together |= _check_mask(frozen, parameter).to(parameter.device)
+    if rows is not None:
+        together[row_numbers(rows, parameter, "pin")] = True
+    return Pin(parameter, together)
+
+
+def row_numbers(rows: Sequence[int] | torch.Tensor | range, parameter: torch.Tensor, function: str) -> torch.Tensor:
+    """Give row numbers as a sorted tensor without repetitions, on the parameter's device.
+
+    Args:
+        rows: What the user gave.
+        parameter: The parameter whose rows they are.
+        function: The public function that was called.
+
+    Returns:
+        The numbers, none of them negative.
+
+    Raises:
+        ArgumentTypeError: They are not integers.
+        ArgumentIndexError: One of them does not exist.
+    """
+    numbers = rows if isinstance(rows, torch.Tensor) else torch.as_tensor(list(rows))
+    if numbers.numel() == 0:
+        numbers = numbers.long()
+    if numbers.dtype is torch.bool or numbers.is_floating_point() or numbers.is_complex() or numbers.dim() != 1:
+        raise ArgumentTypeError(
+            f"{function}(): `rows` is {describe(rows)}.",
+            why="rows are a list of integers, numbers along the first dimension.",
+            fix=f"{function}(..., rows=mask.nonzero().squeeze(1))   # from a boolean mask of the rows",
+        )
+    length = parameter.shape[0] if parameter.dim() else 0
+    if wrong := [int(row) for row in numbers[(numbers < -length) | (numbers >= length)]]:
+        raise ArgumentIndexError(
+            f"{function}(): row {listed(wrong)} does not exist in {describe(parameter)}.",
+            why=f"its rows are 0 to {length - 1}." if length else "it has no rows.",
+            fix=f"{function}(..., rows=[row for row in rows if row < {length}])",
+        )
+    result: torch.Tensor = torch.unique(numbers.to(parameter.device) % max(length, 1))
+    return result
+
+
+def _check_parameter(parameter: Any) -> None:
+    if type(parameter) not in (torch.Tensor, nn.Parameter) or not (
+        parameter.is_floating_point() or parameter.is_complex()
+    ):
+        raise ArgumentTypeError(
+            f"pin(): `parameter` is {describe(parameter)}"
+            + (f" of type {type(parameter).__name__}." if isinstance(parameter, torch.Tensor) else "."),
+            why="it pins elements of a plain floating tensor; sharded and quantised ones are held in parts.",
+            fix="gg.pin(model.embedding.weight, rows=[0, 5])",
+        )
+    if not parameter.is_leaf:
+        raise ArgumentValueError(
+            f"pin(): `parameter` is no leaf, it was computed by {type(parameter.grad_fn).__name__}.",
+            why="no optimizer moves a computed tensor; what moves is what it was computed from.",
+            fix="gg.pin(model.layer.weight, rows=[0])   # instead of gg.pin(model.layer.weight[0], ...)",
+        )
+
+
+def _check_mask(frozen: Any, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(frozen, torch.Tensor) or frozen.dtype is not torch.bool:
+        raise ArgumentTypeError(
+            f"pin(): `frozen` is {describe(frozen)}.",
+            why="it is a boolean tensor; True does not move.",
+            fix="gg.pin(parameter, frozen=frozen != 0)" if isinstance(frozen, torch.Tensor) else "rows=[0, 5]",
+        )
+    fits = frozen.dim() == parameter.dim() and all(
+        a in (1, b) for a, b in zip(frozen.shape, parameter.shape, strict=True)
+    )
+    if not fits:
+        row_mask = frozen.dim() == 1 and parameter.dim() > 1 and frozen.shape[0] == parameter.shape[0]
+        raise ArgumentValueError(
+            f"pin(): `frozen` has shape {tuple(frozen.shape)}, the parameter {tuple(parameter.shape)}.",
+            why="each element needs one answer.",
+            fix="gg.pin(parameter, rows=frozen.nonzero().squeeze(1))"
+            if row_mask
+            else "frozen=frozen.expand_as(parameter)",
+        )
+    return frozen

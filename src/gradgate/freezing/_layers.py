@@ -1,0 +1,339 @@
+"""Whole parameters that do not move: `freeze`, `train_only`, `thaw`."""
+
+from __future__ import annotations
+
+import uuid
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gradgate._names import describe, listed
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.freezing._fingerprints import Fingerprint, fingerprint
+from gradgate.freezing._holding import ROWS_TOKEN, hold_of, take_hold
+from gradgate.freezing._living import replicated
+from gradgate.freezing._proof import check_unmoved
+from gradgate.freezing._regions import Everything
+from gradgate.freezing._selection import (
+    Selector,
+    bare,
+    named_modules,
+    named_parameters,
+    overlapping,
+    select,
+    with_parents,
+    wording,
+)
+from gradgate.freezing._statistics import (
+    all_tokens,
+    has_statistics,
+    hold_statistics,
+    release_statistics,
+    statistics_of,
+)
+
+__all__ = ["FreezeHandle", "freeze", "freeze_named", "thaw", "train_only"]
+
+
+class FreezeHandle:
+    """What one call froze; made by `freeze` and `train_only`.
+
+    As a context manager it thaws at the end of the block. A parameter that several handles hold is free when the
+    last of them has thawed, in whatever order.
+
+    Attributes:
+        model: The model.
+        names: The frozen parameters, each under every name it has.
+        tied: For each name that shares its values with others: those others. They are frozen with it.
+        statistics: The modules whose running statistics stand still.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> handle = gg.freeze(model, "0.*")
+        >>> handle
+        FreezeHandle(0.weight, 0.bias)
+        >>> handle.thaw()
+    """
+
+    def __init__(self, model: nn.Module, names: list[str], label: str, modules: dict[str, nn.Module]) -> None:
+        known = named_parameters(model)
+        self.model = model
+        self.names = tuple(names)
+        self._parameters = {name: known[name] for name in names}
+        self.tied = _ties(self._parameters)
+        self._modules = modules
+        self.statistics = tuple(modules)
+        self._token = uuid.uuid4().hex
+        self._fingerprints: dict[str, Fingerprint] = {}
+        self.active = True
+        synchronised = replicated()
+        for parameter in self._parameters.values():
+            take_hold(parameter).freeze(parameter, self._token, label, synchronised=id(parameter) in synchronised)
+        for module in modules.values():
+            hold_statistics(module, self._token)
+        self.accept()
+
+    def thaw(self) -> None:
+        """Let go: what no other handle holds learns again, as it did before. A second call does nothing.
+
+        Raises:
+            ArgumentValueError: DistributedDataParallel was built while a parameter was frozen and would never
+                synchronise its gradient. Nothing has been thawed then.
+        """
+        if not self.active:
+            return
+        _check_synchronised(self._parameters, self._token)
+        self.active = False
+        for parameter in self._parameters.values():
+            if (hold := hold_of(parameter)) is not None:
+                hold.thaw(parameter, self._token)
+        for module in self._modules.values():
+            release_statistics(module, self._token)
+
+    def accept(self) -> None:
+        """Take the values of now as the frozen ones, after a checkpoint was loaded on purpose."""
+        self._fingerprints = {name: fingerprint(tensor) for name, tensor in self._frozen().items()}
+
+    def verify(self) -> None:
+        """Prove that nothing moved since the freeze (or since `accept`): frozen values and statistics.
+
+        Raises:
+            FrozenMovedError: Something did; the first element is named, with both values.
+            ArgumentValueError: The handle has thawed.
+        """
+        if not self.active:
+            raise ArgumentValueError(
+                "verify(): this handle has thawed.",
+                why="what is free may move.",
+                fix="handle.verify()   # before handle.thaw()",
+            )
+        for name, tensor in self._frozen().items():
+            region = Everything(tensor.numel())
+            self._fingerprints[name] = check_unmoved(name, tensor, region, self._fingerprints[name])
+
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        """Give what must not move, as the model has it now: a parameter that was exchanged shows here."""
+        now = named_parameters(self.model)
+        found: dict[str, torch.Tensor] = {name: now.get(name, old) for name, old in self._parameters.items()}
+        for name, module in self._modules.items():
+            buffers = dict(module.named_buffers(recurse=False))
+            found |= {f"{name}.{buffer}".lstrip("."): buffers[buffer] for buffer in statistics_of(module)}
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.thaw()
+
+    def __repr__(self) -> str:
+        parts = [listed(self.names)]
+        if self.tied:
+            parts.append("tied: " + listed([f"{name} = {' = '.join(others)}" for name, others in self.tied.items()]))
+        if self.statistics:
+            parts.append(f"statistics of {listed([name or 'the model' for name in self.statistics])}")
+        return f"FreezeHandle({'; '.join(parts)}{'' if self.active else '; thawed'})"
+
+
+def freeze(model: nn.Module, *what: Selector, statistics: bool = True) -> FreezeHandle:
+    """Keep parameters from moving: bit-identical after any number of steps of any optimizer.
+
+    The parameter stops requiring a gradient, the one it has is dropped, and while it is frozen no step of any
+    `torch.optim.Optimizer` finds a gradient on it - a stale one, a zeroed one - so neither decay nor warm momentum
+    reaches it, and its optimizer state rests. Running statistics (BatchNorm) of a frozen part stop too, and
+    `model.train()` does not wake them: such a layer then computes with its running statistics, as in `eval()`.
+
+    Under DistributedDataParallel a parameter that is frozen after the wrap goes on requiring a gradient, because DDP
+    waits for it; the gradient is 0 and it does not move. Freeze before the wrap to save the work.
+
+    Args:
+        model: The model; DDP and torch.compile around it are looked through.
+        *what: Globs (`"encoder.*"`, matched against full names and against the modules around), compiled regexes
+            (searched in the same names), modules, parameters, or predicates `(name, parameter) -> bool`. What any of
+            them means is frozen, in whatever order they come. None at all means the whole model.
+        statistics: Whether running statistics stop, of modules whose parameters are all frozen; one without
+            parameters goes with the part around it.
+
+    Returns:
+        A handle to thaw and to verify; also a context manager. Letting it fall does not thaw.
+
+    Raises:
+        NothingMatchedError: A selector matches nothing; the nearest names are given.
+        ArgumentValueError: A module or parameter of another model was given, or one that has no values yet.
+        ArgumentTypeError: `model` is no module, or a selector is of a kind that selects nothing.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with gg.freeze(model, "0.*", "*.bias") as handle:
+        ...     print(*handle.names)
+        0.weight 0.bias 1.bias
+        >>> all(parameter.requires_grad for parameter in model.parameters())
+        True
+    """
+    _check_flag(statistics, "freeze")
+    inner = bare(model, "freeze")
+    names = select(inner, what, "freeze")
+    label = f"freeze({', '.join(wording(selector) for selector in what)})"
+    return freeze_named(inner, names, label, statistics=statistics)
+
+
+def train_only(model: nn.Module, *what: Selector, statistics: bool = True) -> FreezeHandle:
+    """Freeze everything but this.
+
+    What is named keeps learning if it does; what was switched off by hand, or is frozen by another handle, stays so.
+
+    Args:
+        model: The model.
+        *what: What learns, as for `freeze`; at least one selector.
+        statistics: Whether running statistics of the frozen rest stop.
+
+    Returns:
+        The handle of the frozen rest.
+
+    Raises:
+        NothingMatchedError: A selector matches nothing, or there is none.
+        ArgumentValueError: A module or parameter of another model was given.
+        ArgumentTypeError: `model` is no module, or a selector is of a kind that selects nothing.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> gg.train_only(model, "1.*")
+        FreezeHandle(0.weight, 0.bias)
+    """
+    _check_flag(statistics, "train_only")
+    inner = bare(model, "train_only")
+    learning = names_learning(inner, what, "train_only")
+    names = [name for name in named_parameters(inner) if name not in learning]
+    label = f"train_only({', '.join(wording(selector) for selector in what)})"
+    return freeze_named(inner, names, label, statistics=statistics)
+
+
+def names_learning(model: nn.Module, what: tuple[Selector, ...], function: str) -> set[str]:
+    """Give the names that a list of what trains means; there must be something on the list."""
+    if not what:
+        from_all = named_parameters(model)
+        raise ArgumentValueError(
+            f"{function}(): nothing is named that should learn.",
+            why=f"all of {listed(list(from_all))} would be frozen.",
+            fix="gg.freeze(model)   # if that is meant",
+        )
+    return set(select(model, what, function))
+
+
+def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: bool) -> FreezeHandle:
+    """Freeze parameters by name, with those that share their memory.
+
+    Args:
+        model: The bare model.
+        names: The names, every one of a tied parameter.
+        label: What `trainable` says as the reason.
+        statistics: Whether running statistics of what is frozen stop.
+
+    Returns:
+        The handle.
+    """
+    known = named_parameters(model)
+    if lazy := [name for name in names if is_lazy(known[name])]:
+        raise ArgumentValueError(
+            f"freeze(): {listed(lazy)} has no values yet.",
+            why="a lazy module makes its parameters at the first forward.",
+            fix="model(example_batch)   # once, before the freeze",
+        )
+    chosen = set(names) | set(overlapping([known[name] for name in names], known))
+    names = [name for name in known if name in chosen]
+    modules = _at_rest(model, [known[name] for name in names]) if statistics else {}
+    return FreezeHandle(model, names, label, modules)
+
+
+def thaw(model: nn.Module, *what: Selector) -> None:
+    """Take every freeze and every pin off these parameters, whoever put it there.
+
+    For copies and unpickled models, which are frozen as the original was but have no handle.
+
+    Args:
+        model: The model.
+        *what: What to thaw, as for `freeze`; none at all means the whole model. Tables under `train_rows` stay as
+            they are: `merge` frees them.
+
+    Raises:
+        NothingMatchedError: A selector matches nothing.
+        ArgumentValueError: DistributedDataParallel would never synchronise the thawed parameter.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> handle = gg.freeze(model)
+        >>> gg.freezing.thaw(model)
+        >>> model.weight.requires_grad
+        True
+    """
+    inner = bare(model, "thaw")
+    known = named_parameters(inner)
+    names = select(inner, what, "thaw")
+    _check_synchronised({name: known[name] for name in names}, None)
+    for name in names:
+        parameter = known[name]
+        if (hold := hold_of(parameter)) is not None:
+            for token in set(hold.freezes) - {ROWS_TOKEN}:
+                hold.thaw(parameter, token)
+            for token in list(hold.pins):
+                hold.release(parameter, token)
+    for module in _at_rest(inner, [known[name] for name in names]).values():
+        for token in all_tokens(module):
+            release_statistics(module, token)
+
+
+def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Module]:
+    """Give the modules with statistics that lie in what is frozen.
+
+    These are the modules all of whose parameters are frozen. One without parameters goes with the nearest module
+    around it that has some.
+    """
+    ids = {id(parameter) for parameter in frozen}
+    everything = named_modules(model)
+    found = {}
+    for name, module in everything.items():
+        if has_statistics(module):
+            around = [everything[part] for part in (*with_parents(name), "") if part in everything]
+            own = next((list(part.parameters()) for part in around if any(True for _ in part.parameters())), [])
+            if own and all(id(parameter) in ids for parameter in own):
+                found[name] = module
+    return found
+
+
+def _ties(parameters: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    ties = {}
+    for name, parameter in parameters.items():
+        others = {other for other, candidate in parameters.items() if candidate is parameter}
+        others |= set(overlapping([parameter], parameters))
+        if others := others - {name}:
+            ties[name] = tuple(other for other in parameters if other in others)
+    return ties
+
+
+def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) -> None:
+    """Refuse to free what DDP has never heard of: it would learn on each process for itself."""
+    known_to_ddp = replicated()
+    for name, parameter in parameters.items():
+        hold = hold_of(parameter)
+        if hold is None or hold.synchronised or not hold.learned or id(parameter) not in known_to_ddp:
+            continue
+        if token is None or set(hold.freezes) == {token}:
+            raise ArgumentValueError(
+                f"thaw(): `{name}` was frozen when DistributedDataParallel was built.",
+                why="DDP would not synchronise its gradient, and the processes would drift apart in silence.",
+                fix="model = DistributedDataParallel(...)   # after thawing, or freeze only after the wrap",
+            )
+
+
+def _check_flag(statistics: bool, function: str) -> None:
+    if not isinstance(statistics, bool):
+        raise ArgumentTypeError(
+            f"{function}(): `statistics` is {describe(statistics)}.",
+            why="it says whether running statistics stop (True) or run on (False).",
+            fix=f"{function}(model, ..., statistics=False)",
+        )

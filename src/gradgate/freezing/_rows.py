@@ -1,0 +1,363 @@
+"""A few rows of a large table learn, at the cost of these rows: `train_rows`.
+
+The rows live in a small parameter of their own beside the table, which is frozen. A forward hook lays them over the
+output that the frozen table gives, so the gradient goes to the small parameter only; gradient, optimizer state and
+step are as large as the rows. After each step the rows are copied into the table, which therefore reads as it should;
+`state_dict` has the table under its own key and nothing else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.freezing._carrying import Watcher, attach, detach, watchers_of
+from gradgate.freezing._elements import row_numbers
+from gradgate.freezing._fingerprints import Fingerprint, fingerprint
+from gradgate.freezing._holding import ROWS_TOKEN, hold_of, take_hold
+from gradgate.freezing._living import owners_of, replicated
+from gradgate.freezing._proof import check_unmoved
+from gradgate.freezing._regions import Rows
+from gradgate.freezing._steps import watch_steps
+
+__all__ = ["RowTraining", "merge_rows", "rows_of", "train_rows"]
+
+_SUFFIX = "_rows"
+_HANDLE = "_gradgate_rows"
+
+
+class RowTraining:
+    """Rows that learn beside a frozen table; made by `train_rows`.
+
+    Attributes:
+        rows: The numbers of the rows, sorted.
+        modules: The modules that have the table: more than the given one if it is tied.
+        active: False once `merge` has been called.
+
+    Example:
+        >>> embedding = torch.nn.Embedding(1000, 4)
+        >>> training = gg.train_rows(embedding, rows=[7, 8])
+        >>> training
+        RowTraining(2 of 1,000 rows of Embedding)
+        >>> [parameter.shape for parameter in training.parameters()]
+        [torch.Size([2, 4])]
+        >>> weight = training.merge()
+        >>> weight is embedding.weight, weight.requires_grad
+        (True, True)
+    """
+
+    def __init__(self, modules: list[nn.Module], rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.modules = tuple(modules)
+        self.active = True
+        self._hooks: list[RemovableHandle] = []
+        self._tables = [(module, name) for module in modules for name in _split_names(module)]
+        split: dict[int, nn.Parameter] = {}
+        for module, name in self._tables:
+            table = module.get_parameter(name)
+            if id(table) not in split:
+                split[id(table)] = _split(table, rows)
+            module.register_parameter(name + _SUFFIX, split[id(table)])
+        for module in modules:
+            module.register_buffer("row_numbers", rows, persistent=False)
+            if isinstance(module, nn.Embedding):
+                slots = torch.full((module.num_embeddings,), -1, device=rows.device)
+                slots[rows] = torch.arange(len(rows), device=rows.device)
+                module.register_buffer("row_slots", slots, persistent=False)
+            overlay = _overlay_embedding if isinstance(module, nn.Embedding) else _overlay_linear
+            names = _split_names(module)
+            self._hooks += [
+                module.register_forward_hook(overlay, prepend=True, with_kwargs=True),
+                module.register_state_dict_pre_hook(partial(_before_saving, names)),  # type: ignore[no-untyped-call]
+                module.register_state_dict_post_hook(partial(_after_saving, names)),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(partial(_before_loading, names)),  # type: ignore[no-untyped-call]
+            ]
+            module.__dict__[_HANDLE] = self
+        self._fingerprints: list[Fingerprint] = []
+        self.accept()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Give the small parameters, for an optimizer.
+
+        Returns:
+            The rows of the table, and for a Linear those of its bias; each once.
+        """
+        found = {id(p): p for p in (module.get_parameter(name + _SUFFIX) for module, name in self._tables)}
+        return list(found.values())
+
+    def merge(self) -> nn.Parameter:
+        """Put the rows into the table for good and make it the plain parameter that it was; again does nothing.
+
+        Returns:
+            The table, the same parameter object as before `train_rows`.
+        """
+        if self.active:
+            self.active = False
+            for hook in self._hooks:
+                hook.remove()
+            for module, name in self._tables:
+                table = module.get_parameter(name)
+                _write_rows(module, name)
+                delattr(module, name + _SUFFIX)
+                if (hold := hold_of(table)) is not None:
+                    hold.thaw(table, ROWS_TOKEN)
+                if "table" in watchers_of(table):
+                    detach(table, "table")
+            for module in self.modules:
+                del module.row_numbers
+                if isinstance(module, nn.Embedding):
+                    del module.row_slots
+                del module.__dict__[_HANDLE]
+        return self.modules[0].get_parameter("weight")
+
+    def accept(self) -> None:
+        """Take the values of now as the frozen ones, after a checkpoint was loaded on purpose."""
+        self._fingerprints = [fingerprint(region.gather(table.detach())) for _, table, region in self._frozen()]
+
+    def verify(self) -> None:
+        """Prove that none of the other rows moved.
+
+        Raises:
+            FrozenMovedError: One did; its first element is named.
+            ArgumentValueError: `merge` has been called.
+        """
+        if not self.active:
+            raise ArgumentValueError(
+                "verify(): these rows have been merged.",
+                why="the table is a plain parameter again and may move.",
+                fix="training.verify()   # before training.merge()",
+            )
+        for number, (name, table, region) in enumerate(self._frozen()):
+            self._fingerprints[number] = check_unmoved(name, table, region, self._fingerprints[number])
+
+    def _frozen(self) -> list[tuple[str, torch.Tensor, Rows]]:
+        found: list[tuple[str, torch.Tensor, Rows]] = []
+        for module, name in self._tables:
+            table = module.get_parameter(name)
+            others = torch.ones(len(table), dtype=torch.bool, device=table.device)
+            others[self.rows.to(table.device)] = False
+            found.append((name, table, Rows(others.nonzero().squeeze(1), table.shape)))
+        return found
+
+    def __repr__(self) -> str:
+        kinds = " and ".join(type(module).__name__ for module in self.modules)
+        total = len(self.modules[0].get_parameter("weight"))
+        return f"RowTraining({len(self.rows):,} of {total:,} rows of {kinds}{'' if self.active else '; merged'})"
+
+
+def train_rows(module: nn.Module, rows: Sequence[int] | torch.Tensor | range) -> RowTraining:
+    """Let only these rows of an Embedding or a Linear learn; gradient, optimizer state and step cost only them.
+
+    Build the optimizer afterwards, over `model.parameters()` or over the handle's. A Linear's bias learns at the same
+    rows. If the table is tied - an embedding that is the output layer too - the rows learn from both uses. The table
+    keeps its name, its object and its place in `state_dict`, and holds the learned rows after every step.
+
+    Args:
+        module: A `torch.nn.Embedding` (dense or sparse gradients) or a `torch.nn.Linear`.
+        rows: Numbers along the first dimension of the weight, negative ones counted from the end.
+
+    Returns:
+        The handle: `parameters()`, `verify()`, and `merge()` to make the table a plain parameter again.
+
+    Raises:
+        ArgumentTypeError: Another module, or one that computes in its own way; rows that are not integers.
+        ArgumentIndexError: A row that does not exist.
+        ArgumentValueError: The rows of this table learn already, DistributedDataParallel is around it already, or
+            the Embedding changes its table by itself (`max_norm`, `scale_grad_by_freq`).
+
+    Example:
+        >>> embedding = torch.nn.Embedding(1000, 4)
+        >>> training = gg.train_rows(embedding, rows=[7])
+        >>> optimizer = torch.optim.AdamW(embedding.parameters())
+        >>> embedding(torch.tensor([3, 7])).sum().backward()
+        >>> optimizer.step()
+        >>> training.verify()
+        >>> list(embedding.state_dict()), sum(p.numel() for p in optimizer.state)
+        (['weight'], 4)
+    """
+    _check_module(module, "module")
+    modules = [module, *(owner for owner in owners_of(module.get_parameter("weight")) if owner is not module)]
+    for owner in modules[1:]:
+        _check_module(owner, f"the weight of `module` is tied to {describe(owner)}; that")
+    if id(module.weight) in replicated():
+        raise ArgumentValueError(
+            "train_rows(): DistributedDataParallel is around this module already.",
+            why="it would not synchronise the new parameter, and the processes would drift apart in silence.",
+            fix="gg.train_rows(model.embedding, rows=...); model = DistributedDataParallel(model)",
+        )
+    return RowTraining(modules, row_numbers(rows, module.get_parameter("weight"), "train_rows"))
+
+
+def merge_rows(model: nn.Module) -> None:
+    """Merge every `train_rows` of a model; for copies and unpickled models, which have no handle at hand.
+
+    Args:
+        model: The model.
+
+    Example:
+        >>> import copy
+        >>> embedding = torch.nn.Embedding(10, 2)
+        >>> training = gg.train_rows(embedding, rows=[7])
+        >>> other = copy.deepcopy(embedding)
+        >>> gg.freezing.merge_rows(other)
+        >>> [name for name, _ in other.named_parameters()]
+        ['weight']
+    """
+    for module in list(model.modules()):
+        if (handle := rows_of(module)) is not None:
+            handle.merge()
+
+
+def rows_of(module: nn.Module) -> RowTraining | None:
+    """Give the handle of a module whose rows learn."""
+    return module.__dict__.get(_HANDLE)
+
+
+def _split_names(module: nn.Module) -> tuple[str, ...]:
+    return ("weight", "bias") if isinstance(module, nn.Linear) and module.bias is not None else ("weight",)
+
+
+def _split(table: nn.Parameter, rows: torch.Tensor) -> nn.Parameter:
+    """Make the small parameter of a table, freeze the table, and let each know of the other."""
+    small = nn.Parameter(table.detach().index_select(0, rows))
+    take_hold(table).freeze(table, ROWS_TOKEN, f"train_rows: {len(rows):,} of its rows learn", synchronised=False)
+    attach(small, "mirror", _Mirror(table, rows))
+    attach(table, "table", _Table(small))
+    return small
+
+
+def _write_rows(module: nn.Module, name: str) -> None:
+    table, small = module.get_parameter(name), module.get_parameter(name + _SUFFIX)
+    with torch.no_grad():
+        table.index_copy_(0, module.get_buffer("row_numbers"), small)
+
+
+# --- forward: the rows over what the frozen table gives ---------------------------------------------------------
+
+
+def _overlay_embedding(
+    module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+) -> torch.Tensor:
+    slots = module.get_buffer("row_slots")
+    small = module.get_parameter("weight" + _SUFFIX)
+    here = slots[args[0] if args else kwargs["input"]]
+    if module.padding_idx is not None:  # the padding's row gets no gradient, learning or not
+        here = here.masked_fill(here == slots[module.padding_idx], -1)
+    if not small.shape[0]:
+        return output
+    if module.sparse:
+        # A sparse gradient must name the rows that were met and no other, so only these are looked up.
+        places = (here.flatten() >= 0).nonzero().squeeze(1)
+        found = functional.embedding(here.flatten()[places], small, sparse=True)
+        return output.flatten(0, -2).index_copy(0, places, found).view(output.shape)
+    found = functional.embedding(here.clamp(min=0), small)
+    return torch.where((here >= 0).unsqueeze(-1), found, output)
+
+
+def _overlay_linear(
+    module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+) -> torch.Tensor:
+    bias = module.get_parameter("bias" + _SUFFIX) if module.bias is not None else None  # type: ignore[redundant-expr]
+    small = module.get_parameter("weight" + _SUFFIX)
+    found = functional.linear(args[0] if args else kwargs["input"], small, bias)
+    return output.index_copy(-1, module.get_buffer("row_numbers"), found)
+
+
+# --- state dict: the table under its own key, nothing else ------------------------------------------------------
+
+
+def _before_saving(names: tuple[str, ...], module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for name in names:
+        _write_rows(module, name)
+
+
+def _after_saving(
+    names: tuple[str, ...], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    for name in names:
+        del state[prefix + name + _SUFFIX]
+
+
+def _before_loading(names: tuple[str, ...], module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for name in names:
+        small, table = module.get_parameter(name + _SUFFIX), state.get(prefix + name)
+        if isinstance(table, torch.Tensor) and table.shape == module.get_parameter(name).shape:
+            state[prefix + name + _SUFFIX] = table[module.get_buffer("row_numbers").to(table.device)]
+        else:  # torch complains of the table; the rows stay as they are
+            state[prefix + name + _SUFFIX] = small.detach()
+
+
+# --- steps ------------------------------------------------------------------------------------------------------
+
+
+class _Mirror(Watcher):
+    """Watches the small parameter: after each step its rows are copied into the table."""
+
+    def __init__(self, table: nn.Parameter, rows: torch.Tensor) -> None:
+        self.table, self.rows = table, rows
+
+    def awake(self, parameter: torch.Tensor) -> None:
+        watch_steps()
+
+    def after_step(self, parameter: torch.Tensor) -> None:
+        self.rows = self.rows.to(parameter.device)
+        with torch.no_grad():
+            self.table.index_copy_(0, self.rows, parameter.to(self.table.dtype))
+
+
+class _Table(Watcher):
+    """Watches the table: an optimizer that has it and not the rows was built too early, and would train nothing."""
+
+    def __init__(self, small: nn.Parameter) -> None:
+        self.small: Callable[[], nn.Parameter | None] = weakref.ref(small)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.small = _unknown
+
+    def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        small = self.small()
+        if small is not None and not any(p is small for group in optimizer.param_groups for p in group["params"]):
+            raise ArgumentValueError(
+                f"train_rows(): this {type(optimizer).__name__} has the table and not the rows that learn.",
+                why="it was built before train_rows, so the rows would never move.",
+                fix='optimizer.add_param_group({"params": training.parameters()})',
+            )
+
+
+def _unknown() -> None:
+    return None
+
+
+def _check_module(module: nn.Module, what: str) -> None:
+    kind = next((kind for kind in (nn.Embedding, nn.Linear) if isinstance(module, kind)), None)
+    if kind is None or type(module).forward is not kind.forward or module.__dict__.get("forward") is not None:
+        raise ArgumentTypeError(
+            f"train_rows(): {what} is {describe(module)}.",
+            why="it lays rows over what torch.nn.Embedding and torch.nn.Linear compute; others compute otherwise.",
+            fix="gg.pin(module.weight, rows=...)   # works on any parameter; the rows that must not move",
+        )
+    if rows_of(module) is not None:
+        raise ArgumentValueError(
+            f"train_rows(): rows of this {type(module).__name__} learn already.",
+            why="there is one small parameter for each table.",
+            fix="training.merge()   # then train_rows with all rows",
+        )
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+        option = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
+        raise ArgumentValueError(
+            f"train_rows(): this Embedding has {option}.",
+            why="max_norm rewrites the frozen rows in each forward, scale_grad_by_freq counts over the whole table.",
+            fix=f"embedding.{option} = {'None' if option == 'max_norm' else 'False'}",
+        )

@@ -1,0 +1,85 @@
+"""Every step of every optimizer passes here, while anything is held: torch's own global step hooks.
+
+`torch.optim.Optimizer` runs these hooks around `step` of every subclass, those of other libraries included. An
+optimizer without held parameters costs one attribute lookup for each of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from gradgate.freezing._carrying import Watcher, any_alive, watchers_of
+
+__all__ = ["skips_missing_gradients", "watch_steps"]
+
+_hooks: list[RemovableHandle] = []
+
+
+def watch_steps() -> None:
+    """Hang the hooks, unless they hang already."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def skips_missing_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer is known to leave parameters alone that have no gradient.
+
+    All of torch's do but L-BFGS, which steps along one direction for all parameters. Of others nothing is known.
+    """
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Watcher]]:
+    return [
+        (parameter, watcher)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for watcher in watchers_of(parameter).values()
+    ]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    held = _held(optimizer)
+    if not held:
+        if not any_alive():
+            while _hooks:
+                _hooks.pop().remove()
+        return None
+    for parameter, watcher in held:
+        watcher.before_step(parameter, optimizer)
+    # Arguments are (optimizer, closure) or the closure comes by name; a step may go without.
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _guarded(args[1], held), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _guarded(kwargs["closure"], held)}
+    return None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for parameter, watcher in _held(optimizer):
+        watcher.after_step(parameter)
+
+
+def _guarded(closure: Callable[[], Any], held: list[tuple[torch.Tensor, Watcher]]) -> Callable[[], Any]:
+    """Let the closure see held values as they are held, also in the middle of a step (line searches)."""
+
+    def guarded() -> Any:
+        for parameter, watcher in held:
+            watcher.before_evaluation(parameter)
+        result = closure()
+        for parameter, watcher in held:
+            watcher.after_evaluation(parameter)
+        return result
+
+    return guarded

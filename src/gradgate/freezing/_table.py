@@ -1,0 +1,153 @@
+"""Who learns, who does not, and why: `trainable`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from gradgate.freezing._holding import ROWS_TOKEN, hold_of
+from gradgate.freezing._rows import rows_of
+from gradgate.freezing._selection import bare, named_modules, named_parameters
+from gradgate.freezing._statistics import has_statistics, held_statistics
+
+__all__ = ["Totals", "TrainableTable", "trainable"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The sums of a `TrainableTable`; a tied parameter counts once.
+
+    Attributes:
+        elements: All elements of all parameters.
+        learning: Those that learn.
+        frozen: Those that do not.
+        statistics_held: Names of the modules whose running statistics stand still.
+        statistics_running: Names of those whose statistics run in training mode.
+    """
+
+    elements: int
+    learning: int
+    frozen: int
+    statistics_held: tuple[str, ...]
+    statistics_running: tuple[str, ...]
+
+
+class TrainableTable(dict[str, dict[str, Any]]):
+    """A plain dictionary, one entry for each parameter, that prints as a table; made by `trainable`.
+
+    Attributes:
+        totals: The sums.
+    """
+
+    totals: Totals
+
+    def __rich__(self) -> Table:
+        table = Table("parameter", "shape", "state", "learns", "why")
+        for name, entry in self.items():
+            style = {"learns": "green", "frozen": "blue"}.get(entry["state"], "yellow")
+            learns = f"{entry['learning']:,} of {entry['elements']:,}"
+            table.add_row(
+                name, "x".join(map(str, entry["shape"])) or "scalar", entry["state"], learns, entry["why"], style=style
+            )
+        totals = self.totals
+        share = f" ({totals.learning / totals.elements:.2%})" if totals.elements else ""
+        table.caption = f"{totals.learning:,} of {totals.elements:,} elements learn{share}"
+        if totals.statistics_held or totals.statistics_running:
+            table.caption += (
+                f"; running statistics of {len(totals.statistics_held)} modules stand still, "
+                f"of {len(totals.statistics_running)} run"
+            )
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+
+def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainableTable:
+    """Say of every parameter whether it learns, how much of it, and why not.
+
+    Args:
+        model: The model.
+        *optimizers: Its optimizers; with them, a parameter that would learn but is in none of them is told.
+
+    Returns:
+        A dictionary by name with `shape`, `elements`, `learning` (how many elements learn), `state` ("learns",
+        "part frozen", "frozen"), `why`, and `tied` (its other names). It prints as a table, and has `totals`.
+
+    Raises:
+        ArgumentTypeError: `model` is no module.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> handle = gg.freeze(model, "0.*")
+        >>> table = gg.trainable(model)
+        >>> table["0.weight"]["state"], table["0.weight"]["why"]
+        ('frozen', "freeze('0.*')")
+        >>> table.totals.learning, table.totals.frozen
+        (3, 6)
+        >>> print(table)
+        ┏━━━...
+    """
+    inner = bare(model, "trainable")
+    known = named_parameters(inner)
+    moved = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    counted: set[int] = set()
+    table, elements, learning = TrainableTable(), 0, 0
+    for name, parameter in known.items():
+        entry = _entry(parameter, moved if optimizers else None)
+        entry["tied"] = [other for other, candidate in known.items() if candidate is parameter and other != name]
+        if entry["tied"]:
+            entry["why"] = "; ".join(filter(None, [entry["why"], f"tied: {', '.join(entry['tied'])}"]))
+        table[name] = entry
+        if id(parameter) not in counted:
+            counted.add(id(parameter))
+            elements, learning = elements + entry["elements"], learning + entry["learning"]
+    modules = {name: module for name, module in named_modules(inner).items() if has_statistics(module)}
+    held = tuple(name for name, module in modules.items() if held_statistics(module))
+    # Rows that learn beside their table stand in the table's place: the model has no more elements than before.
+    copies = {
+        id(small): small.numel()
+        for module in inner.modules()
+        if (handle := rows_of(module)) is not None
+        for small in handle.parameters()
+    }
+    elements -= sum(copies.values())
+    running = tuple(name for name in modules if name not in held)
+    table.totals = Totals(elements, learning, elements - learning, held, running)
+    return table
+
+
+def _entry(parameter: nn.Parameter, moved: set[int] | None) -> dict[str, Any]:
+    hold = hold_of(parameter)
+    reasons: list[str] = []
+    if hold is not None:
+        reasons += hold.freezes.values()
+        reasons += [f"pin of {region.count:,} elements" for region in hold.pins.values()]
+    learning = parameter.numel()
+    if hold is not None and hold.count:
+        learning -= hold.count
+    if not parameter.requires_grad:
+        learning = 0
+        if hold is None or not hold.freezes or not hold.learned:
+            reasons.append("requires_grad is False")
+    if moved is not None and learning and id(parameter) not in moved:
+        learning = 0
+        reasons.append("in none of the optimizers")
+    state = "frozen" if not learning else "learns" if learning == parameter.numel() else "part frozen"
+    if hold is not None and ROWS_TOKEN in hold.freezes and state == "frozen":
+        state = "part frozen"
+    return {
+        "shape": tuple(parameter.shape),
+        "elements": parameter.numel(),
+        "learning": learning,
+        "state": state,
+        "why": "; ".join(reasons),
+    }
