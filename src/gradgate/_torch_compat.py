@@ -12,25 +12,36 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "DispatchMode",
     "ModuleCall",
     "apply_function",
     "assert_later",
+    "bound_apply",
     "buffers_of",
     "copy_tensors",
+    "current_node",
     "find_non_finite",
-    "bound_apply",
+    "function_class_of",
     "has_data",
     "inside_forward_mode",
     "inside_functorch",
     "is_compiling",
     "is_traced",
+    "latest_node_number",
     "module_calls",
+    "node_number",
+    "on_top",
     "read_grad_mode",
+    "schema_of",
     "tree_flatten",
     "tree_unflatten",
+    "undispatched",
     "without_compiled_wrappers",
     "without_copy",
     "write_grad_mode",
@@ -219,3 +230,68 @@ def module_calls(traceback: TracebackType | None) -> list[ModuleCall]:
 
 
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
+
+
+# --- what the doctor's tracer asks ---------------------------------------------------------------------------------
+
+undispatched = torch._C._DisableTorchDispatch
+"""A block whose operations go past every dispatch mode: the tracer's own look at a tensor is not traced."""
+
+current_node = torch._C._current_autograd_node
+"""Give the node of the graph whose backward runs in this thread, or None."""
+
+
+def latest_node_number() -> int:
+    """Give the number of the node that autograd made last in this thread: in an operation, the operation's own."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def node_number(node: Any) -> int:
+    """Give the number of a node of the graph, which `latest_node_number` gave when it was made; -1 for leaves.
+
+    Args:
+        node: A node, as in `tensor.grad_fn`.
+
+    Returns:
+        Its number.
+    """
+    number = int(node._sequence_nr())
+    return -1 if number >= 2**63 else number
+
+
+def schema_of(operator: Any) -> Any:
+    """Give the schema of an operator: its arguments and results, and which of them it writes to or views.
+
+    Args:
+        operator: What a dispatch mode is handed as `func`.
+
+    Returns:
+        The schema.
+    """
+    return operator._schema
+
+
+def function_class_of(node: Any) -> type[torch.autograd.Function] | None:
+    """Give the user's autograd Function that made a node.
+
+    Args:
+        node: A node, as in `tensor.grad_fn`.
+
+    Returns:
+        The class, or None for nodes of torch's own.
+    """
+    return getattr(type(node), "_forward_cls", None)
+
+
+def on_top(function_mode: torch.overrides.TorchFunctionMode, dispatch_mode: DispatchMode) -> bool:
+    """Tell whether these two were entered last in this thread, so that they can be left.
+
+    Args:
+        function_mode: A function mode.
+        dispatch_mode: A dispatch mode.
+
+    Returns:
+        Whether both lie on top of their stacks.
+    """
+    top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return top is function_mode and _get_current_dispatch_mode() is dispatch_mode
