@@ -114,20 +114,22 @@ class LedgerFile:
         return self._connection
 
 
-def explain(error: sqlite3.Error, path: Path) -> LedgerError:
+def explain(error: Exception, path: Path) -> LedgerError:
     """Say what an SQLite error means and what to do about it.
 
     Args:
-        error: What SQLite raised.
+        error: What SQLite raised, or Python over a text that is no text or a length that no memory holds.
         path: The file it speaks of.
 
     Returns:
         The same as a LedgerError.
     """
-    code = getattr(error, "sqlite_errorname", "")
+    damaged = isinstance(error, UnicodeDecodeError | MemoryError)
+    code = "SQLITE_CORRUPT" if damaged else getattr(error, "sqlite_errorname", "")
     other = ("", "SQLite could not do what it was asked.", _RECOVER)
     _, why, fix = next((meaning for meaning in _MEANINGS if code.startswith(meaning[0])), other)
-    return LedgerError(f"the ledger {path} failed: {error}.", why=why, fix=fix.replace("FILE", str(path)))
+    what = str(error) or type(error).__name__
+    return LedgerError(f"the ledger {path} failed: {what}.", why=why, fix=fix.replace("FILE", str(path)))
 
 
 _RECOVER = 'sqlite3 FILE ".recover" | sqlite3 RECOVERED   # saves what can be read'
@@ -152,7 +154,7 @@ _MEANINGS = (
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError, MemoryError) as error:
         raise explain(error, path) from error
 
 

@@ -69,7 +69,7 @@ def ask(
             except (sqlite3.ProgrammingError, sqlite3.Warning) as error:
                 raise _wrong(error) from error
             except sqlite3.DatabaseError as error:
-                if error.sqlite_errorname in ("SQLITE_ERROR", "SQLITE_AUTH"):
+                if getattr(error, "sqlite_errorname", "") in ("SQLITE_ERROR", "SQLITE_AUTH"):
                     raise _wrong(error) from error
                 raise
             return Answer(tuple(column[0] for column in cursor.description or ()), rows)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradgate.ledger._filters import where
+from gradgate.ledger._rows import check_kinds
 
 __all__ = ["Stats", "count_incidents"]
 
@@ -74,6 +75,7 @@ def count_incidents(connection: sqlite3.Connection, filters: Mapping[str, Any], 
     ).fetchall()
     counts = [Counter[str]() for _ in range(4)]
     for group in groups:
+        check_kinds({"first": group[6], "last": group[7]}, {"first": (int, float), "last": (int, float)}, "incidents")
         for counter, name in zip(counts, group[:4], strict=True):
             if name is not None:
                 counter[str(name)] += group[5]

@@ -1,0 +1,114 @@
+"""The state that a step began with: weights, buffers and every random state, as bytes and back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gradgate._payload import decode, encode, missing_in
+from gradgate.errors import LedgerError
+
+__all__ = ["LIMIT", "capture", "random_state", "restored", "set_random_state"]
+
+LIMIT = 256 * 2**20
+"""How many bytes a snapshot may take unless more is allowed."""
+
+
+def capture(model: torch.nn.Module | None = None, *, limit: int = LIMIT) -> bytes:
+    """Take the weights and buffers of a model and the random states of this process.
+
+    Args:
+        model: The model; without one, only the random states.
+        limit: How many bytes it may take.
+
+    Returns:
+        The state, to be given to a ledger.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> data = capture(model)
+        >>> before = model.weight.detach().clone()
+        >>> _ = torch.nn.init.constant_(model.weight, 7.0)
+        >>> with restored(data, model):
+        ...     print(torch.equal(model.weight, before))
+        True
+        >>> model.weight.item()
+        7.0
+    """
+    weights = None if model is None else dict(model.state_dict())
+    return encode({"model": weights, "random": random_state()}, limit=limit)
+
+
+@contextmanager
+def restored(data: bytes, model: torch.nn.Module | None = None) -> Iterator[None]:
+    """Put a state in force for a block, and put back afterwards what was.
+
+    Args:
+        data: What `capture` gave.
+        model: The model to put the weights into.
+
+    Raises:
+        LedgerError: The state is not whole, or does not fit the model.
+    """
+    state = decode(data)
+    if missing_in(state) or not isinstance(state, dict) or not {"model", "random"} <= set(state):
+        raise LedgerError(
+            f"the stored weights are not whole: {', '.join(missing_in(state)[:3]) or 'something else was stored'}.",
+            why="what does not fit into the limit is left out.",
+            fix="gg.Ledger(path, payload=True, snapshot=True, snapshot_limit=2**30)",
+        )
+    weights = {} if model is None else {name: value.clone() for name, value in model.state_dict().items()}
+    chance = random_state()
+    try:
+        if model is not None and state["model"] is not None:
+            _load(model, state["model"])
+        set_random_state(state["random"])
+        yield
+    finally:
+        set_random_state(chance)
+        if model is not None:
+            model.load_state_dict(weights)
+
+
+def random_state() -> dict[str, Any]:
+    """Give the random states of torch, Python and, where it is loaded, numpy.
+
+    Returns:
+        The states by library, as values that a payload can hold.
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put random states in force, as far as their libraries are here.
+
+    Args:
+        state: What `random_state` gave.
+    """
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def _load(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise LedgerError(
+            f"the stored weights do not fit the model: {error}",
+            why="they are those of the model that the fault happened in.",
+            fix="give the model that was trained, or none to replay with the weights that loss_fn has",
+        ) from error

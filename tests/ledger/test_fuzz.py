@@ -1,0 +1,138 @@
+"""Ledgers and payloads from someone who wishes us ill: a clear error or a bounded answer, and nothing runs.
+
+Ten thousand mutated files, seeded: flipped bytes, bytes with a new value, cut ends, copied and zeroed pieces.
+"""
+
+import pickle
+import random
+import resource
+import tracemalloc
+
+import pytest
+import torch
+
+from gradgate._payload import decode, encode
+from gradgate.errors import GradgateError, LedgerError
+from gradgate.ledger import Ledger
+from tests.ledger.made import incident
+
+LEDGERS, PAYLOADS = 2_000, 8_000
+
+
+def mutated(original, chance):
+    """The same bytes, damaged in one to four places."""
+    data = bytearray(original)
+    for _ in range(chance.randint(1, 4)):
+        at, length = chance.randrange(len(data)), chance.choice([1, 1, 2, 4, 16, 256])
+        what = chance.randrange(6)
+        if what == 0:
+            data[at] ^= 1 << chance.randrange(8)
+        elif what == 1:
+            data[at : at + length] = chance.randbytes(length)
+        elif what == 2:
+            data[at : at + length] = b"\xff" * length
+        elif what == 3:
+            data[at : at + length] = bytes(length)
+        elif what == 4:
+            source = chance.randrange(len(data))
+            data[at : at + length] = data[source : source + length]
+        elif len(data) > 200:
+            del data[-chance.randrange(1, len(data) // 2) :]
+    return bytes(data)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """The bytes of a small ledger with something in every table."""
+    path = tmp_path_factory.mktemp("sound") / "run.ledger"
+    with Ledger(path, payload=True, snapshot=True, run="night", arguments={"lr": 1}) as ledger:
+        for number in range(12):
+            one = incident(
+                f"img_{number % 5}.png", id=f"id{number:04}", message="a message " * 5, loss=0.5, epoch=number
+            )
+            ledger.record_many([one], {one.id: encode(torch.ones(1, 8))}, snapshot=bytes(6000))
+        ledger.release("img_0.png")
+    return path.read_bytes()
+
+
+def look_at_everything(path, target):
+    """All that a curious user would do with a ledger from someone else."""
+    ledger = Ledger(path, read_only=True)
+    for question in (
+        ledger.incidents,
+        ledger.bad_ids,
+        ledger.stats,
+        ledger.runs,
+        ledger.decisions,
+        lambda: ledger.incident("id0003"),
+        lambda: decode(ledger.payload_of("id0003") or b""),
+        lambda: ledger.snapshot_of("id0003"),
+        lambda: ledger.sql("SELECT * FROM samples", seconds=5),
+        lambda: ledger.sql("SELECT * FROM incidents", seconds=5),
+        lambda: target.merge(path),
+    ):
+        try:
+            question()
+        except GradgateError as error:
+            yield error
+    ledger.close()
+
+
+@pytest.mark.slow
+def test_damaged_ledgers_give_clear_errors_or_bounded_answers(sound, tmp_path):
+    chance = random.Random(0)
+    target = Ledger(tmp_path / "target.ledger", payload=True)
+    refused = errors = untouched = 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(LEDGERS):
+        path = tmp_path / f"{number % 4}.ledger"
+        path.write_bytes(mutated(sound, chance))
+        try:
+            found = list(look_at_everything(path, target))
+        except LedgerError as error:
+            refused += 1
+            found = [error]
+        errors += bool(found)
+        untouched += not found
+        assert all(error.what and error.why and error.fix for error in found)
+    assert refused > LEDGERS / 50  # The mutations reach the schema,
+    assert errors - refused > LEDGERS / 50  # the data behind it,
+    assert untouched > LEDGERS / 50  # and some of them nothing that matters.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # In kB.
+
+
+@pytest.mark.slow
+def test_damaged_payloads_give_clear_errors_or_bounded_answers():
+    chance = random.Random(1)
+    tree = {
+        "x": torch.ones(1, 500, dtype=torch.bfloat16),
+        "deep": [{"y": torch.eye(2).to_sparse()}, (1, 2.5, "text", b"x")],
+    }
+    original = encode(tree)
+    refused = answered = 0
+    tracemalloc.start()
+    for _ in range(PAYLOADS):
+        try:
+            decode(mutated(original, chance))
+            answered += 1
+        except LedgerError:
+            refused += 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert min(refused, answered) > PAYLOADS / 50
+    assert peak < 20_000_000
+
+
+def test_a_payload_that_would_run_something_is_only_bytes(tmp_path):
+    """A pickle that runs a command when it is loaded, where a sample should be."""
+
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "sprung"), "w"))
+
+    with Ledger(tmp_path / "run.ledger", payload=True) as ledger:
+        one = incident()
+        ledger.record(one, pickle.dumps(Trap()))
+        with pytest.raises(LedgerError, match="a stored sample cannot be read"):
+            decode(ledger.payload_of(one.id))
+    assert not (tmp_path / "sprung").exists()
