@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gradgate import ledger as ledger
     from gradgate import masked as masked
     from gradgate import modes as modes
+    from gradgate import replaying as replaying
     from gradgate.edits import at as at
     from gradgate.errors import GradgateError as GradgateError
     from gradgate.errors import TooManyBadSamples as TooManyBadSamples
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from gradgate.modes import set_grad_enabled as set_grad_enabled
     from gradgate.records import Finding as Finding
     from gradgate.records import Incident as Incident
+    from gradgate.replaying import replay as replay
 
 # Each public name and the room that it lives in; tests/test_contracts.py keeps this equal to the imports above.
 _ROOM_OF = {
@@ -77,6 +79,7 @@ _ROOM_OF = {
     "is_grad_enabled": "modes",
     "no_grad": "modes",
     "pin": "freezing",
+    "replay": "replaying",
     "reverse_grad": "gates",
     "scale_grad": "gates",
     "set_grad_enabled": "modes",
@@ -85,7 +88,7 @@ _ROOM_OF = {
     "train_rows": "freezing",
     "trainable": "freezing",
 }
-_ROOMS = ("edits", "errors", "freezing", "gates", "ledger", "masked", "modes", "records")
+_ROOMS = ("edits", "errors", "freezing", "gates", "ledger", "masked", "modes", "records", "replaying")
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
 

@@ -45,29 +45,24 @@ def capture(model: torch.nn.Module | None = None, *, limit: int = LIMIT) -> byte
 
 
 @contextmanager
-def restored(data: bytes, model: torch.nn.Module | None = None) -> Iterator[None]:
+def restored(data: bytes | None, model: torch.nn.Module | None = None) -> Iterator[None]:
     """Put a state in force for a block, and put back afterwards what was.
 
     Args:
-        data: What `capture` gave.
+        data: What `capture` gave; None to change nothing, only to put back what the block changes.
         model: The model to put the weights into.
 
     Raises:
         LedgerError: The state is not whole, or does not fit the model.
     """
-    state = decode(data)
-    if missing_in(state) or not isinstance(state, dict) or not {"model", "random"} <= set(state):
-        raise LedgerError(
-            f"the stored weights are not whole: {', '.join(missing_in(state)[:3]) or 'something else was stored'}.",
-            why="what does not fit into the limit is left out.",
-            fix="gg.Ledger(path, payload=True, snapshot=True, snapshot_limit=2**30)",
-        )
+    state = None if data is None else _whole(decode(data))
     weights = {} if model is None else {name: value.clone() for name, value in model.state_dict().items()}
     chance = random_state()
     try:
-        if model is not None and state["model"] is not None:
-            _load(model, state["model"])
-        set_random_state(state["random"])
+        if state is not None:
+            if model is not None and state["model"] is not None:
+                _load(model, state["model"])
+            set_random_state(state["random"])
         yield
     finally:
         set_random_state(chance)
@@ -101,6 +96,17 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def _whole(state: Any) -> dict[str, Any]:
+    missing = missing_in(state)
+    if isinstance(state, dict) and {"model", "random"} <= set(state) and not missing:
+        return state
+    raise LedgerError(
+        f"the stored weights are not whole: {', '.join(missing[:3]) or 'something else was stored'}.",
+        why="what does not fit into the limit is left out.",
+        fix="gg.Ledger(path, payload=True, snapshot=True, snapshot_limit=2**30)",
+    )
 
 
 def _load(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
