@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "ENGINE",
     "DispatchMode",
     "ModuleCall",
     "apply_function",
@@ -115,7 +116,9 @@ def _is_concrete(tensor: torch.Tensor) -> bool:
         if torch._C._functorch.is_batchedtensor(tensor):
             return False
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    # torch.autograd.grad(is_grads_batched=True) still runs backward under the older vmap, which nothing above sees.
+    legacy: bool = torch._C._functorch.is_legacy_batchedtensor(tensor)
+    return not (legacy or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def inside_forward_mode() -> bool:
@@ -239,6 +242,10 @@ undispatched = torch._C._DisableTorchDispatch
 
 current_node = torch._C._current_autograd_node
 """Give the node of the graph whose backward runs in this thread, or None."""
+
+
+ENGINE = torch.autograd.graph._engine_run_backward.__code__
+"""The code of the function that every backward pass runs below."""
 
 
 def latest_node_number() -> int:

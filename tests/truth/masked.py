@@ -61,6 +61,6 @@ def _batch_norm_oracle(x, keep):
 
 ROWS = [
     *[_row(public, name) for public, name in NAMES.items()],
-    Row("masked.batch_norm", _batch_norm, (X, KEEP), NONE, not_asked=("complex",), oracle=_batch_norm_oracle),
+    Row("masked.batch_norm", _batch_norm, (X.double(), KEEP), NONE, not_asked=("complex",), oracle=_batch_norm_oracle),
     Row("masked.layer_norm", _layer_norm, (X, KEEP), NONE, not_asked=("complex",), oracle=_layer_norm_oracle),
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradgate.masked._kernels import extreme, fill, goes_by_blocks
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude, Number
 
@@ -167,15 +168,10 @@ def _extreme(
     if slices.mask is None and slices.size > 0:
         return reduce(slices.x, slices.dims, keepdim=slices.keepdim)
     slices = slices.with_mask()
-    fill = limit(slices.x.dtype)
-    result = reduce(slices.filled(fill), slices.dims, keepdim=slices.keepdim)
-    number = slices.number()
     if slices.x.is_floating_point():
-        # What is left out is as infinite as the kept ones here and would take a share of their gradient. They are
-        # all equal, so their mean has the same value, and shares among them alone.
-        mean = slices.filled(0).sum(slices.dims, keepdim=slices.keepdim) / number.clamp(min=1)
-        result = torch.where(result == fill, mean.to(result.dtype), result)
-    return slices.settle(result, number=number)
+        found, number = extreme(*slices.grouped(), largest=reduce is torch.amax)
+        return slices.settle(slices.ungrouped(found), number=slices.ungrouped(number))
+    return slices.settle(reduce(slices.filled(limit(slices.x.dtype)), slices.dims, keepdim=slices.keepdim))
 
 
 def _position(
@@ -185,13 +181,14 @@ def _position(
     one = slices.with_mask().in_one_dim()
     mask: Any = one.mask
     x = one.x.detach().to(torch.uint8) if one.x.dtype is torch.bool else one.x.detach()
-    fill = limit(x.dtype)
-    filled = torch.where(mask, x, fill)
+    last = limit(x.dtype)
+    filled = fill(x, mask, last)
     index = find(filled, -1)
     # Only where all that is kept equals what stands for the left-out can the search have found one of those.
-    tied = filled.gather(-1, index.unsqueeze(-1)).squeeze(-1) == fill
-    index = torch.where(tied, mask.to(torch.uint8).argmax(-1), index)
-    return slices.settle(slices.reduced(index), number=slices.reduced(mask.sum(-1)))
+    tied = filled.gather(-1, index.unsqueeze(-1)).squeeze(-1) == last
+    if not goes_by_blocks(x, mask) or tied.any():
+        index = torch.where(tied, mask.to(torch.uint8).argmax(-1), index)
+    return slices.settle(slices.reduced(index), number=slices.reduced(one.number()))
 
 
 def _lowest(dtype: torch.dtype) -> Number:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from gradgate.masked._extremes import amin
+from gradgate.masked._kernels import fill
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
 
@@ -95,7 +96,7 @@ def normalize(
     slices = slices_of(x, dim, keep, exclude, function="masked.normalize", keepdim=True, empty=empty)
     slices.refuse(integers=True)
     divided = slices.filled(0) / _norm(slices, ord).clamp_min(eps)
-    return slices.settle(divided if slices.mask is None else torch.where(slices.mask, divided, 0), natural=0)
+    return slices.settle(divided if slices.mask is None else fill(divided, slices.mask, 0), natural=0)
 
 
 def _norm(slices: Slices, order: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from gradgate._names import describe
 from gradgate._torch_compat import assert_later, has_data, inside_functorch, is_compiling
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NothingKeptError
+from gradgate.masked._kernels import counts, fill
 from gradgate.masked._valid import Exclude, Number, mask_of, stored
 
 __all__ = ["Dim", "Empty", "Slices", "slices_of"]
@@ -48,9 +49,7 @@ class Slices:
 
     def filled(self, value: Number) -> torch.Tensor:
         """Give x with a value in the place of what is left out; its gradient is exactly 0 there."""
-        if self.mask is None:
-            return self.x
-        return torch.where(self.mask, self.x, bool(value) if self.x.dtype is torch.bool else value)
+        return self.x if self.mask is None else fill(self.x, self.mask, value)
 
     def full_mask(self) -> torch.Tensor:
         """Give the mask in the shape of x."""
@@ -58,7 +57,26 @@ class Slices:
 
     def number(self, keepdim: bool | None = None) -> torch.Tensor:
         """Give how many elements are kept in each slice."""
-        return self.full_mask().sum(self.dims, keepdim=self.keepdim if keepdim is None else keepdim)
+        keepdim = self.keepdim if keepdim is None else keepdim
+        return self.ungrouped(counts(self._grouped(self.full_mask())), keepdim)
+
+    def grouped(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give x and the mask as (outer, reduced, inner)."""
+        return self._grouped(self.x), self._grouped(self.full_mask())
+
+    def _grouped(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = (self.dims[0], self.dims[-1] + 1) if self.dims else (0, 0)
+        if self.dims != tuple(range(first, last)):  # not side by side
+            x = x.movedim(self.dims, tuple(range(x.dim() - len(self.dims), x.dim())))
+            first, last = x.dim() - len(self.dims), x.dim()
+        shape = x.shape
+        return x.reshape(math.prod(shape[:first]), math.prod(shape[first:last]), math.prod(shape[last:]))
+
+    def ungrouped(self, result: torch.Tensor, keepdim: bool | None = None) -> torch.Tensor:
+        """Give a result of shape (outer, inner) the shape that keepdim asks for."""
+        keepdim = self.keepdim if keepdim is None else keepdim
+        kept = [1 if d in self.dims else size for d, size in enumerate(self.x.shape)]
+        return result.reshape(kept if keepdim else [size for d, size in enumerate(self.x.shape) if d not in self.dims])
 
     def with_mask(self) -> Slices:
         """Give the same slices with a mask and at least one element, kept or not, in each.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from gradgate.masked._kernels import fill, goes_by_blocks
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
 
@@ -47,8 +49,8 @@ def logsumexp(
         tensor(0.6931)
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.logsumexp", keepdim=keepdim, empty=empty)
-    safe, weightless = _weights(slices)
-    result = torch.logsumexp(safe, slices.dims, keepdim=True)
+    slices, filled, weightless = _weighed(slices)
+    result = torch.logsumexp(filled, slices.dims, keepdim=True)
     result = torch.where(weightless, -math.inf, result)
     return slices.settle(result if keepdim else result.squeeze(slices.dims), natural=-math.inf)
 
@@ -137,17 +139,26 @@ def log_softmax(
 def _along(slices: Slices, function: Callable[..., torch.Tensor], nothing: float) -> torch.Tensor:
     """Apply softmax or log_softmax along the slices; what has no weight gives what nothing gives."""
     slices.refuse(integers=True, complexes=True)
-    one = slices.in_one_dim()
-    safe, weightless = _weights(one)
-    dead = weightless if one.mask is None else weightless | ~one.mask
-    return slices.spread(torch.where(dead, nothing, function(safe, -1)))
+    if slices.size == 0:
+        return slices.x.clone()
+    one, filled, _ = _weighed(slices.in_one_dim())
+    result = function(filled, -1)
+    return slices.spread(result if one.mask is None else fill(result, one.mask, nothing))
 
 
-def _weights(slices: Slices) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give x with -inf for what is left out, and which slices have no weight at all; those are 0 instead.
+def _weighed(slices: Slices) -> tuple[Slices, torch.Tensor, torch.Tensor]:
+    """Give the slices, x with -inf for what is left out, and which slices have no weight at all.
 
-    exp(-inf - -inf) is NaN, so such a slice must not be seen by torch.
+    exp(-inf - -inf) is NaN. In the place of what is left out that does no harm: it is taken away again. So a slice that
+    keeps nothing but -inf becomes one that keeps nothing.
     """
+    if slices.size == 0:
+        slices = slices.with_mask()
     filled = slices.filled(-math.inf)
-    weightless = (filled == -math.inf).all(slices.dims, keepdim=True)
-    return torch.where(weightless, 0, filled), weightless
+    weightless = filled.detach().amax(slices.dims, keepdim=True) == -math.inf
+    if goes_by_blocks(slices.x, slices.full_mask()) and not (
+        weightless.any() and (weightless & (slices.number(keepdim=True) > 0)).any()
+    ):
+        return slices, filled, weightless
+    slices = replace(slices, mask=slices.full_mask() & ~weightless)
+    return slices, slices.filled(-math.inf), weightless

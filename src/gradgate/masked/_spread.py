@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from gradgate.masked._kernels import fill, sums, variances
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
-from gradgate.masked._sums import accumulated
 from gradgate.masked._valid import Exclude
 
 __all__ = ["distances", "std", "var"]
@@ -118,19 +118,23 @@ def distances(slices: Slices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         The distances, 0 where an element is left out, the means, and the numbers kept; halves become float32.
     """
     mask = slices.full_mask()
-    number = mask.sum(slices.dims, keepdim=True)
-    center = accumulated(slices, keepdim=True) / number.clamp(min=1)
+    total, number = sums(*slices.grouped())
+    center = slices.ungrouped(total / number.clamp(min=1), keepdim=True)
     # What is left out is taken away before and after: its distance to the center is no number to build on.
-    return torch.where(mask, slices.filled(0) - center, 0), center, number
+    return fill(slices.filled(0) - center, mask, 0), center, slices.ungrouped(number, keepdim=True)
 
 
 def _variance(slices: Slices, correction: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Give the variance where it is defined, what stands in its place elsewhere, and the number kept."""
-    distance, _, number = distances(slices)
-    parts = (distance.real, distance.imag) if distance.is_complex() else (distance,)
-    squares = torch.stack([(part * part).sum(slices.dims, keepdim=slices.keepdim) for part in parts]).sum(0)
-    number = number.reshape(squares.shape)
+    x, mask = slices.grouped()
+    dtype = x.dtype
+    if x.is_complex():
+        (real, number), (imaginary, _) = variances(x.real, mask), variances(x.imag, mask)
+        squares, dtype = real + imaginary, real.dtype
+    else:
+        squares, number = variances(x.float() if dtype in (torch.float16, torch.bfloat16) else x, mask)
+    squares, number = slices.ungrouped(squares), slices.ungrouped(number)
     freedom = (number - correction).clamp(min=0)
     # torch divides by 0 here: NaN for one element, infinity for a correction that is larger than the number.
-    undefined = (squares.detach() / freedom).to(squares.dtype if slices.x.is_complex() else slices.x.dtype)
+    undefined = (squares.detach() / freedom).to(dtype)
     return squares / torch.where(freedom > 0, freedom, 1), undefined, number

@@ -6,10 +6,11 @@ import math
 
 import torch
 
-from gradgate.masked._slices import Dim, Empty, Slices, slices_of
+from gradgate.masked._kernels import sums
+from gradgate.masked._slices import Dim, Empty, slices_of
 from gradgate.masked._valid import Exclude
 
-__all__ = ["accumulated", "count", "cumsum", "mean", "prod", "sum"]
+__all__ = ["count", "cumsum", "mean", "prod", "sum"]
 
 
 def sum(
@@ -47,7 +48,10 @@ def sum(
         tensor(3.)
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.sum", keepdim=keepdim, empty=empty, dtype=dtype)
-    return slices.settle(slices.filled(0).sum(slices.dims, keepdim=keepdim), natural=0)
+    if slices.mask is None or not slices.x.is_floating_point():
+        return slices.settle(slices.filled(0).sum(slices.dims, keepdim=keepdim), natural=0)
+    total, number = sums(*slices.grouped())
+    return slices.settle(slices.ungrouped(total).to(slices.x.dtype), natural=0, number=slices.ungrouped(number))
 
 
 def prod(
@@ -130,10 +134,10 @@ def mean(
     slices.refuse(integers=True)
     if slices.mask is None:
         return slices.settle(slices.x.mean(slices.dims, keepdim=keepdim), natural=math.nan)
-    number = slices.number()
+    total, number = sums(*slices.grouped())
     # Not 0 / 0: where nothing is kept, that would send NaN back to whoever differentiates twice.
-    result = accumulated(slices, keepdim) / number.clamp(min=1)
-    return slices.settle(result.to(slices.x.dtype), number=number)
+    result = slices.ungrouped(total / number.clamp(min=1)).to(slices.x.dtype)
+    return slices.settle(result, number=slices.ungrouped(number))
 
 
 def count(
@@ -205,17 +209,3 @@ def cumsum(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.cumsum", keepdim=True, empty=empty, dtype=dtype)
     return slices.settle(slices.spread(slices.in_one_dim().filled(0).cumsum(-1)), natural=0)
-
-
-def accumulated(slices: Slices, keepdim: bool) -> torch.Tensor:
-    """Add up what is kept, halves in float32: torch's own mean and var do not round in between either.
-
-    Args:
-        slices: What is reduced.
-        keepdim: Whether reduced dimensions stay with size 1.
-
-    Returns:
-        The sums, in float32 for half precisions.
-    """
-    wide = torch.float32 if slices.x.dtype in (torch.float16, torch.bfloat16) else None
-    return slices.filled(0).sum(slices.dims, keepdim=keepdim, dtype=wide)

@@ -1,0 +1,117 @@
+"""The way through the blocks gives what the way through torch.where gives, whatever the size of a block."""
+
+import math
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from gradgate import masked
+from gradgate.masked import _blocks, _kernels
+from tests import witness
+from tests.masked.laws import BY_NAME, SMOOTH
+from tests.masked.test_laws import GARBAGE, masked_values, soiled
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def tiny_blocks(block=8, columns=3):
+    """Send everything through blocks, and make them so small that every way of cutting happens."""
+    return mock.patch.multiple(_blocks, BLOCK=block, COLUMNS=columns), mock.patch.object(_kernels, "SMALL", 0)
+
+
+def both_ways(fn, inputs, order, block=8, columns=3):
+    blocks, no_small = tiny_blocks(block, columns)
+    with blocks, no_small:
+        ours = witness.value_and_gradients(fn, inputs, order)
+    with mock.patch.object(_kernels, "SMALL", math.inf):
+        plain = witness.value_and_gradients(fn, inputs, order)
+    return ours, plain
+
+
+@pytest.mark.parametrize("law", SMOOTH, ids=lambda law: law.name)
+@settings(max_examples=12)
+@given(
+    masked_values(),
+    st.sampled_from(GARBAGE[:4]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([2, 8, 1 << 16]),
+)
+def test_both_ways_agree(law, drawn, garbage, dtype, block):
+    x, keep, dim = drawn
+    x = soiled(x.to(dtype), keep, torch.tensor(garbage, dtype=torch.float64).to(dtype).item())
+    for order in (1, 2):
+        ours, plain = both_ways(lambda x: law.fn(x, dim, keep=keep), [x], order, block)
+        witness.assert_same(ours[0], plain[0], what="value", dtype=dtype)
+        low = {torch.float16, torch.bfloat16} & {dtype}
+        if not (low and order == 2):  # halves differ in the second order by more than they can say
+            witness.assert_same(ours[1], plain[1], what=f"gradient {order}", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", ["sum", "prod", "amax", "amin", "argmax", "argmin", "cumsum", "count"])
+def test_both_ways_agree_on_integers(name, dtype):
+    x = torch.randint(0, 2 if dtype is torch.bool else 5, (6, 7)).to(dtype)
+    keep = torch.rand(6, 7) < 0.5
+    keep[2] = False
+    law = BY_NAME[name]
+    fn = lambda: law.fn(x, 1, keep=keep, **({"empty": 1} if name in ("amax", "amin") else {}))  # noqa: E731
+    blocks, no_small = tiny_blocks()
+    with blocks, no_small:
+        ours = fn()
+    assert torch.equal(ours, fn())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("name", ["sum", "mean", "var 1", "norm 2", "cumsum"])
+def test_both_ways_agree_on_complex_numbers(name, dtype):
+    x, keep = torch.randn(5, 4, dtype=dtype), torch.rand(5, 4) < 0.6
+    ours, plain = both_ways(lambda x: BY_NAME[name].fn(x, 0, keep=keep), [x], 1)
+    witness.assert_same(ours[0], plain[0], what="value")
+    witness.assert_same(ours[1], plain[1], what="gradient")
+
+
+@pytest.mark.parametrize("shape", [(70001,), (300, 301), (3, 70001), (70001, 3), (2, 3, 30000), (5, 40, 41, 3)])
+def test_both_ways_agree_on_large_tensors(shape):
+    x, keep = torch.randn(shape), torch.rand(shape) < 0.7
+    x = soiled(x, keep, math.nan)
+    for name in ("sum", "mean", "var 1", "amax", "softmax", "logsumexp", "norm 2"):
+        for dim in {0, len(shape) - 1, len(shape) // 2}:
+            fn = lambda x: BY_NAME[name].fn(x, dim, keep=keep)  # noqa: B023, E731
+            ours = witness.value_and_gradients(fn, [x])
+            with mock.patch.object(_kernels, "SMALL", math.inf):
+                plain = witness.value_and_gradients(fn, [x])
+            for a, b in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
+            assert (ours[1][0][~keep] == 0).all()
+
+
+def test_a_batch_of_gradients_takes_the_plain_way_back():
+    """torch.autograd.grad(is_grads_batched=True) is vmap over backward."""
+    x, keep = torch.randn(2, 9, requires_grad=True), torch.rand(2, 9) < 0.6
+    blocks, no_small = tiny_blocks()
+    with blocks, no_small:
+        for name in ("mean", "var 1", "amax", "softmax"):
+            result = BY_NAME[name].fn(x, 1, keep=keep)
+            seeds = torch.eye(result.numel()).reshape(-1, *result.shape)
+            (batched,) = torch.autograd.grad(result, x, seeds, is_grads_batched=True, retain_graph=True)
+            loop = torch.stack([torch.autograd.grad(result, x, seed, retain_graph=True)[0] for seed in seeds])
+            torch.testing.assert_close(batched, loop)
+
+
+def test_a_sum_of_many_is_as_good_as_torch_makes_it():
+    x = torch.rand(1 << 20) + 1
+    keep = torch.ones(x.shape, dtype=torch.bool)
+    exact = x.double().sum()
+    assert abs(masked.sum(x, keep=keep) - exact) <= 2 * abs(x.sum() - exact) + exact * 1e-7
+
+
+def test_the_saved_mask_is_guarded_against_edits():
+    """Overwriting the mask between forward and backward is an error, not a wrong gradient."""
+    x, keep = torch.randn(5000, requires_grad=True), torch.rand(5000) < 0.5
+    result = masked.mean(x, keep=keep)
+    keep.fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
