@@ -71,14 +71,14 @@ class Run:
 
     def step(self, count=3):
         for _ in range(count):
-            closure = (self.evaluate,) if self.recipe.closure else ()
+            closure = {"closure": self.evaluate} if self.recipe.closure else {}
             if not closure or self.scaler:
                 self.evaluate()
             if self.scaler:
-                self.scaler.step(self.optimizer, *closure)
+                self.scaler.step(self.optimizer, **closure)
                 self.scaler.update()
             else:
-                self.optimizer.step(*closure)
+                self.optimizer.step(**closure)
 
     def check(self):
         now = self.model.table.weight.detach()

@@ -1,9 +1,11 @@
 """A cheap checksum that finds any movement, and says which element it was.
 
-Values are read as words of 32 bits (64 for the wider types). Each block of words gives two sums of word times weight,
-modulo 2**32 (2**64), with odd weights that differ from place to place: a single word that changed always changes both
-sums, because an odd weight has an inverse. Two words for 32: a sixteenth of a copy. If a sum differs, each word of its
-block is asked whether it alone explains both differences; the one that does is named, with the value it had.
+Values are read as integers. Each block of 32 gives a sum of word times weight, modulo 2**64, with odd weights of 64
+bits that differ from place to place: a single word that changed always changes its sum, because an odd weight has an
+inverse, and several cancel as rarely as random numbers do. If a sum differs, each word of its block is asked whether
+it alone explains the difference; the one that does is named, with the value it had. Words of 32 bits are told apart by
+one sum, since a change beyond 32 bits is none; words of 64 bits need two, and are mixed first, or a changed sign would
+look the same at every place. For float32 it is a sixteenth of a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import torch
 __all__ = ["Fingerprint", "Moved", "fingerprint"]
 
 _BLOCK = 32  # words in a block
-_STRETCH = 2**16  # words at a time, so that the products stay in the cache
+_STRETCH = 2**15  # words at a time, so that the products stay in the cache
+_SIZE = 2**64
+_MIX = 0x2545_F491_4F6C_DD1D  # any odd number with its bits well spread
 
 
 @dataclass(frozen=True)
@@ -56,78 +60,85 @@ class Fingerprint:
         if not len(wrong):
             return None
         block = int(wrong[0])
-        differences = [int(d) for d in (now[:, block] - then[:, block]).tolist()]
         words = _words(values)
         start, stop = block * _BLOCK, min((block + 1) * _BLOCK, words.numel())
-        alone = _alone(differences, stop - start, _sum_dtype(values))
-        in_element = max(1, values.element_size() // 8)
+        per_element = max(1, values.element_size() // 8)
+        alone = _alone((now[:, block] - then[:, block]).tolist(), stop - start)
         if alone is None:
-            return Moved(start // in_element, (stop - 1) // in_element, None)
+            return Moved(start // per_element, (stop - 1) // per_element, None)
         word, change = alone
-        element = (start + word) // in_element
-        return Moved(element, element, _value_before(values, element, (start + word) % in_element, change))
+        element, part = divmod(start + word, per_element)
+        return Moved(element, element, _value_before(values, element, part, change))
 
 
 def fingerprint(values: torch.Tensor) -> Fingerprint:
     """Take the fingerprint of values.
 
     Args:
-        values: Any floating or complex tensor; its elements are read in order.
+        values: Any tensor; its elements are read in order.
 
     Returns:
         The fingerprint, on the device of the values; nothing waits for that device.
     """
     words = _words(values)
-    dtype = _sum_dtype(values)
-    weights = _weights(dtype).to(words.device)
-    blocks = -(-words.numel() // _BLOCK)
-    sums = torch.zeros(2, blocks, dtype=dtype, device=words.device)
+    rows = 1 if values.element_size() <= 4 else 2
+    weights = _weights().to(words.device)
+    sums = torch.zeros(rows, -(-words.numel() // _BLOCK), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _STRETCH):
-        stretch = words[start : start + _STRETCH].to(dtype)
+        stretch = _mixed(words[start : start + _STRETCH])
         if len(stretch) % _BLOCK:
             stretch = torch.nn.functional.pad(stretch, (0, -len(stretch) % _BLOCK))
         stretch = stretch.view(-1, _BLOCK)
-        for number in range(2):
-            place = sums[number, start // _BLOCK : start // _BLOCK + len(stretch)]
-            torch.sum(stretch * weights[number], 1, dtype=dtype, out=place)
+        for row in range(rows):
+            place = sums[row, start // _BLOCK : start // _BLOCK + len(stretch)]
+            torch.sum(stretch * weights[row], 1, out=place)
     return Fingerprint(sums, values.dtype, values.numel())
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:
     """Read values as integers as wide as they are, 64 bits at most."""
     flat = values.detach().contiguous().view(-1)
-    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.int64))
+    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.int64))
 
 
-def _sum_dtype(values: torch.Tensor) -> torch.dtype:
-    return torch.int32 if values.element_size() <= 4 else torch.int64
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Give words as 64 bits; full ones are mixed, so that their high bits show in the low ones."""
+    if words.dtype is not torch.int64:
+        return words.to(torch.int64)
+    return _fold(words * _MIX)
 
 
-def _weights(dtype: torch.dtype) -> torch.Tensor:
+def _fold(words: torch.Tensor) -> torch.Tensor:
+    """Fold the high half into the low half; done twice it undoes itself."""
+    return words ^ ((words >> 32) & 0xFFFF_FFFF)
+
+
+def _weights() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0x6761_7465)
-    limits = torch.iinfo(dtype)
-    return torch.randint(limits.min, limits.max, (2, _BLOCK), generator=generator, dtype=dtype) | 1
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, (2, _BLOCK), generator=generator, dtype=torch.int64) | 1
 
 
-def _alone(differences: list[int], words: int, dtype: torch.dtype) -> tuple[int, int] | None:
-    """Find the one word whose change explains both differences, and that change."""
-    weights, size = _weights(dtype).tolist(), 2 ** torch.iinfo(dtype).bits
+def _alone(differences: list[int], words: int) -> tuple[int, int] | None:
+    """Find the one word whose change explains every difference, and that change."""
+    weights = _weights().tolist()
     for word in range(words):
-        changes = {
-            difference * pow(weights[number][word], -1, size) % size for number, difference in enumerate(differences)
-        }
-        if len(changes) == 1:
-            return word, changes.pop()
+        changes = {d * pow(weights[row][word], -1, _SIZE) % _SIZE for row, d in enumerate(differences)}
+        change = changes.pop()
+        if not changes and (len(differences) > 1 or min(change, _SIZE - change) < 2**32):
+            return word, change
     return None
 
 
-def _value_before(values: torch.Tensor, element: int, word: int, change: int) -> float | complex:
-    """Take a change of one word back from the element."""
+def _value_before(values: torch.Tensor, element: int, part: int, change: int) -> float | complex:
+    """Take the change of one word back from its element."""
     raw = values.detach().contiguous().view(-1)[element : element + 1].cpu().clone()
     words = _words(raw)
-    bits = 8 * words.element_size()
-    old = (int(words[word]) - change) % 2**bits
-    if words.dtype is not torch.uint8 and old >= 2 ** (bits - 1):
-        old -= 2**bits
-    words[word] = old
+    old = torch.tensor([_signed(int(_mixed(words)[part]) - change)])
+    words[part] = (_fold(old) * _signed(pow(_MIX, -1, _SIZE)) if words.dtype is torch.int64 else old)[0]
     return raw.item()
+
+
+def _signed(number: int) -> int:
+    """Give a number modulo 2**64 as torch's int64 has it."""
+    return (number + _SIZE // 2) % _SIZE - _SIZE // 2

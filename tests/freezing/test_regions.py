@@ -1,0 +1,108 @@
+"""Regions against masks: every form reads, writes and clears exactly the elements it should, to the bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradgate.freezing._regions import Elements, Everything, Points, Rows, region_of, union
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+SPECIAL = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1.5, -3.25, 5e-8]
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@st.composite
+def tensors_with_masks(draw):
+    shape = draw(st.lists(st.integers(0, 5), min_size=0, max_size=3))
+    count = torch.Size(shape).numel()
+    values = torch.tensor(draw(st.lists(st.sampled_from(SPECIAL), min_size=count, max_size=count)))
+    values = values.reshape(shape).to(draw(st.sampled_from(DTYPES)))
+    kind = draw(st.sampled_from(["elements", "rows", "one", "all", "none"]))
+    mask = torch.zeros(shape, dtype=torch.bool)
+    if kind == "elements":
+        mask = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=torch.bool).reshape(
+            shape
+        )
+    elif kind == "rows" and shape:
+        for row in range(shape[0]):
+            mask[row] = draw(st.booleans())
+    elif kind == "one" and count:
+        mask.view(-1)[draw(st.integers(0, count - 1))] = True
+    elif kind == "all":
+        mask[...] = True
+    if draw(st.booleans()) and len(shape) > 1:
+        values = values.transpose(0, 1).contiguous().transpose(0, 1)  # the same values, strides reversed
+    return values, mask
+
+
+@given(tensors_with_masks())
+def test_each_form_does_what_the_mask_says(case):
+    values, mask = case
+    forms = [region_of(mask), Elements(mask)]
+    forms += [Points(mask)] if mask.dim() else []
+    forms += [Everything(mask.numel())] if mask.all() else []
+    noise = torch.full_like(values, 7.0)
+    for region in forms:
+        assert region.count == int(mask.sum())
+        assert torch.equal(region.mask(mask.shape, mask.device).expand(mask.shape), mask)
+        assert torch.equal(bits(region.gather(values)), bits(values[mask]))
+        moved = noise.clone()
+        region.write(moved, region.read(values))
+        assert torch.equal(bits(moved), bits(torch.where(mask, values, noise)))
+        gradient = values.clone()
+        region.clear(gradient)
+        assert torch.equal(bits(gradient), bits(values.masked_fill(mask, 0)))
+        assert torch.equal(bits(region.cleared(values)), bits(values.masked_fill(mask, 0)))
+        for number, place in enumerate(mask.nonzero().tolist()):
+            assert region.place(number, mask.shape) == tuple(place)
+
+
+@given(tensors_with_masks(), st.integers(1, 2))
+def test_sparse_gradients_are_cleared_like_dense_ones(case, sparse_dims):
+    values, mask = case
+    if values.dim() < sparse_dims or not values.numel() or values.dtype in (torch.bfloat16, torch.float16):
+        return
+    sparse = values.nan_to_num().to_sparse(sparse_dims)
+    cleared = region_of(mask).cleared(torch.cat([sparse, sparse]).narrow_copy(0, 0, len(values)))
+    torch.testing.assert_close(cleared.to_dense(), sparse.to_dense().masked_fill(mask, 0))
+
+
+@given(tensors_with_masks(), st.data())
+def test_the_union_is_the_or_of_the_masks(case, data):
+    values, mask = case
+    count = mask.numel()
+    other = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=torch.bool)
+    together = union([region_of(mask), region_of(other.reshape(mask.shape))], values)
+    assert torch.equal(together.mask(mask.shape, mask.device).expand(mask.shape), mask | other.reshape(mask.shape))
+
+
+def test_nothing_has_no_union():
+    assert union([], torch.zeros(2)) is None
+
+
+def test_the_cheapest_form_is_chosen():
+    mask = torch.zeros(40, 40, dtype=torch.bool)
+    assert isinstance(region_of(mask), Rows)
+    mask[3] = True
+    assert isinstance(region_of(mask), Rows)
+    mask[3, 3] = False
+    assert isinstance(region_of(mask), Points)
+    mask[::2, ::2] = True
+    assert isinstance(region_of(mask), Elements)
+    assert isinstance(region_of(torch.tensor(True)), Elements)
+
+
+@pytest.mark.parametrize("frozen", [1, 39])
+def test_few_and_many_rows_clear_alike(frozen):
+    """Where nearly all rows are frozen the others are set aside; the result is the same."""
+    mask = torch.zeros(40, 3, dtype=torch.bool)
+    mask[:frozen] = True
+    gradient = torch.full((40, 3), float("nan"))
+    gradient[-1] = 2.0
+    region_of(mask).clear(gradient)
+    assert torch.equal(gradient[:frozen], torch.zeros(frozen, 3))
+    assert torch.equal(gradient[-1], torch.full((3,), 2.0))
