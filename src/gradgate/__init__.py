@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gradgate import freezing as freezing
     from gradgate import gates as gates
     from gradgate import ledger as ledger
+    from gradgate import loading as loading
     from gradgate import masked as masked
     from gradgate import modes as modes
     from gradgate import replaying as replaying
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from gradgate.gates import scale_grad as scale_grad
     from gradgate.gates import straight_through as straight_through
     from gradgate.ledger import Ledger as Ledger
+    from gradgate.loading import QuarantineSampler as QuarantineSampler
+    from gradgate.loading import without as without
     from gradgate.masked import apply_rows as apply_rows
     from gradgate.masked import apply_where as apply_where
     from gradgate.modes import carry_mode as carry_mode
@@ -63,6 +66,7 @@ _ROOM_OF = {
     "GradgateError": "errors",
     "Incident": "records",
     "Ledger": "ledger",
+    "QuarantineSampler": "loading",
     "ReverseGrad": "gates",
     "ScaleGrad": "gates",
     "TooManyBadSamples": "errors",
@@ -87,8 +91,9 @@ _ROOM_OF = {
     "train_only": "freezing",
     "train_rows": "freezing",
     "trainable": "freezing",
+    "without": "loading",
 }
-_ROOMS = ("edits", "errors", "freezing", "gates", "ledger", "masked", "modes", "records", "replaying")
+_ROOMS = ("edits", "errors", "freezing", "gates", "ledger", "loading", "masked", "modes", "records", "replaying")
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
 

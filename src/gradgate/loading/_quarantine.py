@@ -1,0 +1,283 @@
+"""Known-bad samples are left out of the epochs to come.
+
+`without` gives a dataset that lacks them, as it is now: for a new run, or a loader that is made anew for each epoch.
+`QuarantineSampler` asks the ledger at the beginning of every epoch, leaves indexes as they are, and keeps the ranks of
+a `DistributedSampler` at the same number of samples.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, TypeVar
+
+import torch.distributed
+from torch.utils.data import Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, LedgerWarning
+from gradgate.ledger import Ledger
+
+__all__ = ["Names", "QuarantineSampler", "without"]
+
+Sample = TypeVar("Sample", covariant=True)
+
+Names = Sequence[object] | Callable[[int], object] | None
+"""What the samples of a dataset are called: names by index, a function of the index, or None for the index itself."""
+
+
+class _Without(Subset[Sample]):
+    """A dataset without some samples; `indices` gives the place of each in the whole, `sample_id` its name there."""
+
+    def __init__(self, dataset: Dataset[Sample], indices: Sequence[int], names: Names) -> None:
+        super().__init__(dataset, indices)
+        self._names = names
+
+    def sample_id(self, index: int) -> str:
+        """Give the name of a sample in the whole dataset, which is the one that belongs in a ledger."""
+        return _name(self._names, self.indices[index])
+
+
+def without(
+    dataset: Dataset[Sample],
+    ledger: Ledger | str | os.PathLike[str],
+    *,
+    ids: Names = None,
+    min_count: int = 1,
+    cause: str | None = None,
+) -> Subset[Sample]:
+    """Give a dataset without the samples that a ledger knows to be bad.
+
+    It is made of what is known now. For a set that changes from epoch to epoch, call it again, or use a
+    `QuarantineSampler`. A ledger that is not there yet knows nothing: the first run can have the same line.
+
+    Args:
+        dataset: The dataset, with `__len__` and `__getitem__`.
+        ledger: The ledger, or its path.
+        ids: What the samples are called in the ledger: names by index, or a function of the index; the index itself
+            if None.
+        min_count: How many incidents make a sample bad.
+        cause: Count only incidents of this cause.
+
+    Returns:
+        A `torch.utils.data.Subset`; its `indices` are those that are left, and its `sample_id(index)` gives the name
+        of a sample in the whole dataset.
+
+    Raises:
+        ArgumentTypeError: The dataset has no length.
+        LedgerError: The ledger cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger")
+        >>> ledger.record(gg.Incident(stage="load", cause="exception", sample_id="1"))
+        >>> list(gg.without(["a", "b", "c"], ledger))
+        ['a', 'c']
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ArgumentTypeError(
+            f"without(): `dataset` is {describe(dataset)}.",
+            why="samples are left out by their index, and a stream has none.",
+            fix="bad = ledger.bad_ids(); (sample for sample in dataset if name_of(sample) not in bad)",
+        )
+    _check_names(ids, len(dataset))
+    bad = _bad(ledger, min_count, cause)
+    return _Without(dataset, [index for index in range(len(dataset)) if _name(ids, index) not in bad], ids)
+
+
+class QuarantineSampler(Sampler[Any]):
+    """A sampler that leaves out what the ledger knows to be bad when an epoch begins.
+
+    It gives the indexes of another sampler, in its order, without the bad ones. Around a `DistributedSampler` the bad
+    ones are taken out before the samples are shared among the ranks, so that every rank still has as many; all ranks
+    use the samples that any of them knows to be bad. What was left out and what got another chance is recorded.
+
+    Args:
+        sampler: The sampler to filter; one that gives lists of indexes (a batch sampler) is filtered list by list.
+        ledger: The ledger, or its path.
+        ids: What the samples are called in the ledger: names by index, or a function of the index; the index itself
+            if None.
+        min_count: How many incidents make a sample bad.
+        cause: Count only incidents of this cause.
+        retry_after: Give a sample another chance when it has sat out this many epochs; never if None.
+
+    Raises:
+        LedgerError: The ledger cannot be opened. One that fails later is a `LedgerWarning`, and what was known stays.
+
+    Example:
+        >>> import tempfile
+        >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger")
+        >>> sampler = gg.QuarantineSampler(torch.utils.data.SequentialSampler(range(4)), ledger)
+        >>> list(sampler)
+        [0, 1, 2, 3]
+        >>> ledger.record(gg.Incident(stage="forward", cause="exception", sample_id="2"))
+        >>> list(sampler), len(sampler)
+        ([0, 1, 3], 3)
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler[Any],
+        ledger: Ledger | str | os.PathLike[str],
+        *,
+        ids: Names = None,
+        min_count: int = 1,
+        cause: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        if getattr(sampler, "num_replicas", 1) > 1 and not _is_stock(sampler):
+            raise ArgumentTypeError(
+                f"QuarantineSampler(): `sampler` is a {type(sampler).__name__}, which shares samples among ranks in "
+                "its own way.",
+                why="leaving some out afterwards would give the ranks different numbers of batches, and they would "
+                "wait for each other without end.",
+                fix=f"{type(sampler).__name__}(gg.without(dataset, ledger), ...)   # before they are shared",
+            )
+        self.sampler = sampler
+        self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+        self.ids = ids
+        self.min_count = min_count
+        self.cause = cause
+        self.retry_after = retry_after
+        self.epoch = 0
+        self._length: int | None = None
+        self._bad = self._known()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins; needed for `retry_after`, and passed on to the sampler within.
+
+        Args:
+            epoch: The epoch.
+        """
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        if isinstance(self.sampler, DistributedSampler):
+            yield from self._share(self.sampler)
+            return
+        for entry in self.sampler:
+            if isinstance(entry, list | tuple):
+                kept = [index for index in entry if self._is_good(index)]
+                if kept:
+                    yield kept
+            elif self._is_good(entry):
+                yield entry
+
+    def __len__(self) -> int:
+        """Give how many indexes an epoch has by what is known now; at most that many where it cannot be foreseen."""
+        if self._length is None:
+            self._length = self._count(self.sampler)
+        return self._length
+
+    def _count(self, sampler: Sampler[Any]) -> int:
+        if isinstance(sampler, DistributedSampler):
+            return _share_size(len(self._good_of(sampler)), sampler)
+        if isinstance(sampler, SubsetRandomSampler):
+            return sum(self._is_good(index) for index in sampler.indices)
+        length = len(sampler)  # type: ignore[arg-type] # A sampler without a length says so itself.
+        each_once = isinstance(sampler, SequentialSampler) or (
+            isinstance(sampler, RandomSampler) and not sampler.replacement and length == len(sampler.data_source)
+        )
+        return sum(self._is_good(index) for index in range(length)) if each_once else length
+
+    def _is_good(self, index: int) -> bool:
+        return _name(self.ids, index) not in self._bad
+
+    def _good_of(self, sampler: DistributedSampler[Any]) -> list[int]:
+        """Give the good indexes of all ranks in the order that the sampler has for this epoch."""
+        alone = copy(sampler)
+        alone.num_replicas, alone.rank = 1, 0
+        alone.num_samples = alone.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+        return [index for index in alone if self._is_good(index)]
+
+    def _share(self, sampler: DistributedSampler[Any]) -> Iterator[int]:
+        """Share the good ones among the ranks as the sampler does: the rest dropped, or filled up from the start."""
+        good = self._good_of(sampler)
+        size = _share_size(len(good), sampler) * sampler.num_replicas
+        if good:
+            good = (good * (size // len(good) + 1))[:size]
+        yield from good[sampler.rank :: sampler.num_replicas]
+
+    def _begin(self) -> None:
+        """Learn what is bad, agree on it with the other ranks, and write down what follows from it."""
+        mine, ever = self._bad, self._bad
+        with _warning_only():
+            mine, ever = self._known(), self.ledger.bad_ids(self.min_count, self.cause)
+        self._bad = _union(mine)  # Whatever became of this rank's ledger: the others wait for its answer.
+        self._length = None
+        if _rank() == 0:
+            with _warning_only():
+                self.ledger.record_decisions("skip", sorted(self._bad), self.epoch)
+                self.ledger.record_decisions("retry", sorted(ever - self._bad), self.epoch)
+
+    def _known(self) -> set[str]:
+        if self.retry_after is None:
+            return self.ledger.bad_ids(self.min_count, self.cause)
+        return self.ledger.bad_ids(self.min_count, self.cause, retry_after=self.retry_after, epoch=self.epoch)
+
+
+@contextmanager
+def _warning_only() -> Iterator[None]:
+    """Let a ledger that fails under way cost a warning, not the training."""
+    try:
+        yield
+    except LedgerError as error:
+        warnings.warn(f"the quarantine stays as it was: {error}", LedgerWarning, stacklevel=4)
+
+
+def _bad(ledger: Ledger | str | os.PathLike[str], min_count: int, cause: str | None) -> set[str]:
+    if not isinstance(ledger, Ledger):
+        if not os.path.exists(ledger):
+            return set()
+        ledger = Ledger(ledger, read_only=True)
+    return ledger.bad_ids(min_count, cause)
+
+
+def _name(names: Names, index: int) -> str:
+    if names is None:
+        return str(index)
+    return str(names(index) if callable(names) else names[index])
+
+
+def _check_names(names: Names, length: int) -> None:
+    if isinstance(names, Sequence) and len(names) != length:
+        raise ArgumentValueError(
+            f"without(): there are {len(names)} names in `ids`, but {length} samples.",
+            why="each sample has one name.",
+            fix="ids=[name_of(index) for index in range(len(dataset))]",
+        )
+
+
+def _is_stock(sampler: Sampler[Any]) -> bool:
+    """Tell whether a sampler shares the samples as torch's own does, so that it can be done again without some."""
+    return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+
+
+def _share_size(count: int, sampler: DistributedSampler[Any]) -> int:
+    """Give how many of `count` samples each rank has."""
+    return count // sampler.num_replicas if sampler.drop_last else -(-count // sampler.num_replicas)
+
+
+def _ranks_are_there() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _ranks_are_there() else 0
+
+
+def _union(mine: set[str]) -> set[str]:
+    """Give what any rank knows: each may have its own file, or read a shared one a moment earlier than another."""
+    if not _ranks_are_there():
+        return mine
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, sorted(mine))
+    return {name for names in everyone for name in names}

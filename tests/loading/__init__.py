@@ -1,0 +1,1 @@
+"""Loading that survives bad samples."""
