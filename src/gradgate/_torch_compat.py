@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
@@ -236,6 +235,15 @@ _MODULE_CALL = torch.nn.Module._call_impl.__code__
 
 
 # --- what the doctor's tracer asks ---------------------------------------------------------------------------------
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees every operation; it runs while nothing is compiled, and so without Dynamo's wrapper."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 undispatched = torch._C._DisableTorchDispatch
 """A block whose operations go past every dispatch mode: the tracer's own look at a tensor is not traced."""

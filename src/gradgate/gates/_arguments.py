@@ -47,7 +47,7 @@ def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> N
             why="a gradient is multiplied by a real number or a tensor of them.",
             fix=f"gg.gate(x, {name})" if isinstance(factor, bool) else f"{name}=float({name})",
         )
-    elif not math.isfinite(factor):
+    elif not -math.inf < factor < math.inf:  # torch.compile cannot ask math.isfinite of a number that changes
         raise ArgumentValueError(
             f"{function}(): `{name}` is {factor}.",
             why="it would make every gradient NaN or infinite.",

@@ -70,11 +70,12 @@ def put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None, *tensors: tor
     """Give x with a rule for its gradient; x itself where no gradient will come."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    if isinstance(rule, Whole):
-        x = without_copy(x) if rule.keep else without_copy(x).detach()
+    if isinstance(rule, Whole) and not rule.keep:
+        with torch.no_grad():
+            x = without_copy(x)
         if meter is None:
             return x
-        # The meter wants to see the gradient: an empty leaf makes autograd bring it this far, if not further.
+        # The meter wants to see the gradient: an empty leaf makes autograd bring it this far, and no further.
         tensors = (torch.empty(0, requires_grad=True),)
     gated: torch.Tensor = apply_gated(x, rule, meter, *tensors)
     return gated
@@ -83,6 +84,7 @@ def put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None, *tensors: tor
 def swap(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
     """Give the value of hard with the gradient of soft."""
     if not (soft.requires_grad and torch.is_grad_enabled()):
-        return without_copy(hard).detach()
+        with torch.no_grad():
+            return without_copy(hard)
     swapped: torch.Tensor = apply_swapped(soft, (hard,))
     return swapped
