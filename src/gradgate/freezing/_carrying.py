@@ -87,6 +87,8 @@ def _reduced(reference: weakref.ref[torch.Tensor], protocol: int) -> tuple[Any, 
     ours = {name: parameter.__dict__.pop(name) for name in _ATTRIBUTES}
     try:
         function, arguments = type(parameter).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
+        # Attributes of the user come as the living dictionary, to which ours go back in a moment.
+        arguments = tuple(dict(part) if type(part) is dict else part for part in arguments)
     finally:
         parameter.__dict__.update(ours)
     return _rebuilt, (function, arguments, ours[_ATTRIBUTE])
