@@ -212,7 +212,10 @@ def test_ranks_have_the_same_number_and_share_what_a_distributed_sampler_would(
     whole = DistributedSampler(range(samples), num_replicas=1, rank=0, **options)
     whole.set_epoch(2)
     good = [index for index in whole if index not in wrong]
-    fewer = [list(DistributedSampler(good, num_replicas=ranks, rank=rank, shuffle=False, drop_last=drop_last)) for rank in range(ranks)]  # fmt: skip
+    fewer = [
+        list(DistributedSampler(good, num_replicas=ranks, rank=rank, shuffle=False, drop_last=drop_last))
+        for rank in range(ranks)
+    ]
     assert given_indexes == [[good[place] for place in places] for places in fewer]
     assert len({len(share) for share in given_indexes}) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import IO, Any, Unpack
 
 from gradgate.errors import ArgumentValueError
 from gradgate.ledger._exporting import export_incidents
@@ -161,11 +161,13 @@ class Questions:
         with self._file.reading() as connection:
             return count_incidents(connection, filters)
 
-    def export(self, path: str | os.PathLike[str], format: str | None = None, **filters: Unpack[Filters]) -> int:
+    def export(
+        self, path: str | os.PathLike[str] | IO[bytes], format: str | None = None, **filters: Unpack[Filters]
+    ) -> int:
         """Write the incidents to a file for other programs.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file; one that is there is replaced. Or a binary stream, with `format`.
             format: "csv", "jsonl" or "parquet" (needs pyarrow); by the end of the path if None.
             **filters: Which incidents, as in `incidents`.
 
@@ -173,11 +175,11 @@ class Questions:
             How many were written.
 
         Raises:
-            ArgumentValueError: There is no such format.
+            ArgumentValueError: There is no such format, or the path is the ledger itself.
             LedgerError: A file cannot be read or written, or pyarrow is missing.
         """
-        target = Path(path)
-        if target.absolute() == self._file.path:
+        target = Path(path) if isinstance(path, str | os.PathLike) else path
+        if isinstance(target, Path) and target.absolute() == self._file.path:
             raise ArgumentValueError(
                 f"export(): {target} is the ledger itself.", why="it would be replaced.", fix='"incidents.csv"'
             )

@@ -1,0 +1,5 @@
+"""`python -m gradgate` is `gradgate`."""
+
+from gradgate.cli import main
+
+main(prog_name="gradgate")

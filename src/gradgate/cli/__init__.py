@@ -1,0 +1,56 @@
+"""`gradgate` on the command line; each command loads its room only when it runs.
+
+Ends with 0 when all went well, 1 when something could not be done (the reason is on stderr), 2 when the command was
+written wrongly. `replay` ends with 3 when the same fault came again, and with 4 when another one did.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from io import TextIOWrapper
+
+import click
+
+import gradgate
+from gradgate.errors import GradgateError
+
+__all__ = ["main"]
+
+# Each command, the file that it lives in, and the line that `gradgate --help` shows without loading it.
+_COMMANDS = {
+    "ledger": ("gradgate.cli._ledger", "What was dropped, why, and what was decided about it."),
+    "replay": ("gradgate.cli._replay", "Run one recorded sample again, or make a test of it."),
+}
+
+
+class _Commands(click.Group):
+    """The commands, loaded one by one; what gradgate raises is told without a traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(_COMMANDS[cmd_name][0]), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except GradgateError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(gradgate.__version__, prog_name="gradgate")
+def main() -> None:
+    """Decide, value by value, what your PyTorch model learns from."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # Names of samples may hold what this terminal cannot show.
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,80 @@
+"""`gradgate replay`: one recorded sample again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gradgate.cli._output import json_option, show_json
+from gradgate.errors import GradgateError
+
+__all__ = ["replay"]
+
+_EXIT = {"passes": 0, "same": 3, "another": 4}
+
+
+@click.command()
+@click.argument("path", metavar="LEDGER", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("incident_id")
+@click.option("--entry", required=True, metavar="MODULE:FUNCTION", help="The loss function: loss_fn(batch) -> loss.")
+@click.option("--model", metavar="MODULE:NAME", help="The model, to have the weights of that step if they were stored.")
+@click.option("--batch-dim", default=0, show_default=True, help="Which dimension counts the samples.")
+@click.option("--as-test", type=click.Path(dir_okay=False, path_type=Path), help="Write a pytest file with its data.")
+@json_option
+@click.pass_context
+def replay(
+    ctx: click.Context,
+    path: Path,
+    incident_id: str,
+    entry: str,
+    model: str | None,
+    batch_dim: int,
+    as_test: Path | None,
+    as_json: bool,
+) -> None:
+    """Run one recorded sample again, forward and backward.
+
+    Ends with 0 if it no longer fails, 3 if the same fault came again, 4 if another one did.
+    """
+    from gradgate import replaying  # Here, because it loads torch, and `--help` does not need it.
+
+    sys.path.insert(0, os.getcwd())
+    loss_fn = _load(entry, "--entry")
+    network = None if model is None else _load(model, "--model")
+    if not callable(loss_fn):
+        raise click.BadParameter(f"{entry} is not a function.", param_hint="--entry")
+    result = replaying.replay(path, incident_id, loss_fn, model=network, batch_dim=batch_dim)
+    written = [] if as_test is None else replaying.write_test(as_test, path, incident_id, entry, model=model)
+    if as_json:
+        show_json({**result.to_dict(), "written": [str(file) for file in written]})
+    else:
+        click.echo(str(result))
+        for file in written:
+            click.echo(f"written: {file}")
+    ctx.exit(_EXIT[result.verdict])
+
+
+def _load(entry: str, option: str) -> Any:
+    """Import "module:name.attribute" from the working directory or from what is installed."""
+    module, colon, name = entry.partition(":")
+    if not (module and colon and name):
+        raise click.BadParameter(f"{entry!r} is not of the form module:name, such as train:loss_fn.", param_hint=option)
+    try:
+        found: Any = import_module(module)
+    except GradgateError:
+        raise
+    except Exception as error:  # the user's own module may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if "importlib" in last.filename else f" ({last.filename}:{last.lineno})"
+        raise click.ClickException(f"{module} cannot be imported: {type(error).__name__}: {error}{place}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise click.BadParameter(f"{module} has no {name}.", param_hint=option)
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,94 @@
+"""The command as a process: what it loads, what it costs, how it behaves in a pipe."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from importlib import import_module
+
+import pytest
+
+from gradgate.cli import main
+from gradgate.ledger import Ledger
+from tests.ledger.made import ROOT, incident
+
+pytestmark = pytest.mark.slow
+GRADGATE = [sys.executable, "-m", "gradgate"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record_many([incident(f"é{number}", message="m" * 500) for number in range(2000)])
+    return str(tmp_path / "run.ledger")
+
+
+def run(*command, **options):
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, **options)
+
+
+def test_the_command_is_installed_under_its_name():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, _, name = settings["project"]["scripts"]["gradgate"].partition(":")
+    assert getattr(import_module(module), name) is main
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["ledger", "list", "{path}"], ["ledger", "stats", "{path}", "--json"], ["replay", "--help"]],
+)
+def test_the_paper_commands_do_not_load_torch(path, arguments):
+    arguments = [argument.format(path=path) for argument in arguments]
+    code = f"""
+import sys
+from gradgate.cli import main
+main({arguments!r}, standalone_mode=False)
+print("torch" in sys.modules, file=sys.stderr)
+"""
+    done = run(sys.executable, "-c", code)
+    assert done.stderr.strip() == "False", done.stderr
+
+
+def test_that_test_can_fail(path):
+    code = "import sys; from gradgate import replaying; print('torch' in sys.modules)"
+    assert run(sys.executable, "-c", code).stdout.strip() == "True"
+
+
+def seconds(*command):
+    """The best of several: the least disturbed one."""
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        run(*command)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def test_help_is_quick():
+    """Under 0.3 s beyond what Python itself takes to start."""
+    assert seconds(*GRADGATE, "--help") - seconds(sys.executable, "-c", "pass") < 0.3
+
+
+def test_a_pipe_that_closes_early_is_no_fault(path):
+    head = f"'{sys.executable}' -m gradgate ledger list '{path}' --limit 2000 | head -n 2"
+    done = run("bash", "-c", head)
+    assert len(done.stdout.splitlines()) == 2
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_json_goes_through_a_pipe_in_any_locale(path):
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    done = run(*GRADGATE, "ledger", "list", path, "--limit", "3", env=plain)
+    assert done.returncode == 0, done.stderr
+    assert "\\xe9" in done.stdout
+    done = run(*GRADGATE, "ledger", "list", path, "--limit", "3", "--json")
+    assert json.loads(done.stdout)[0]["sample_id"].startswith("é")
+
+
+def test_errors_go_to_stderr(tmp_path):
+    done = run(*GRADGATE, "ledger", "list", str(tmp_path / "nothing"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: there is no ledger")
