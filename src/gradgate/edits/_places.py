@@ -43,15 +43,14 @@ class Places:
         self.count = math.prod(self.entries)
         self.front = _front(choosers, view.dim())
         self.unique = (unique and mode == "raise") or self.count <= 1
-        indices = [chooser.tensor.expand(self.entries).reshape(-1) for chooser in choosers]
-        self.indices = [torch.where(i < 0, i + size, i) for i, size in zip(indices, self.sizes, strict=True)]
+        self.indices = [_flat(chooser.tensor, self.entries) for chooser in choosers]
         self.inside: torch.Tensor | None = None
         if mode == "drop":
             self.inside = torch.ones(self.count, dtype=torch.bool, device=view.device)
             for i, size in zip(self.indices, self.sizes, strict=True):
-                self.inside = self.inside & (i >= 0) & (i < size)
+                self.inside = self.inside & (i >= -size) & (i < size)
         if mode != "raise":
-            self.indices = [i.clamp(0, max(size - 1, 0)) for i, size in zip(self.indices, self.sizes, strict=True)]
+            self.indices = [i.clamp(-size, max(size - 1, 0)) for i, size in zip(self.indices, self.sizes, strict=True)]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,18 +60,16 @@ class Places:
     def gather(self, value: torch.Tensor) -> torch.Tensor:
         """Turn a value of that shape into one row for each entry."""
         width = len(self.entries)
-        moved = value.movedim(tuple(range(self.front, self.front + width)), tuple(range(width)))
+        moved = _moved(value, self.front, 0, width)
         return moved if width == 1 else moved.reshape([self.count, *self.block])
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """Turn one row for each entry into that shape again."""
-        width = len(self.entries)
-        rows = rows.reshape([*self.entries, *self.block])
-        return rows.movedim(tuple(range(width)), tuple(range(self.front, self.front + width)))
+        return _moved(rows.reshape([*self.entries, *self.block]), 0, self.front, len(self.entries))
 
     def take(self, view: torch.Tensor) -> torch.Tensor:
         """Give one row for each entry."""
-        return view.permute(self.order)[tuple(self.indices)]
+        return _permuted(view, self.order)[tuple(self.indices)]
 
     def put(self, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Give a new view in which the speakers' rows stand in their places."""
@@ -193,13 +190,13 @@ class Places:
         return less
 
     def _write(self, view: torch.Tensor, rows: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-        new = view.permute(self.order).index_put(tuple(self.indices), rows, accumulate=accumulate)
-        return new.permute([self.order.index(dim) for dim in range(view.dim())])
+        new = _permuted(view, self.order).index_put(tuple(self.indices), rows, accumulate=accumulate)
+        return _permuted(new, [self.order.index(dim) for dim in range(view.dim())])
 
     def alone(self) -> bool:
         """Tell whether surely no place is named twice. Looks only where looking waits for nothing: on the CPU."""
-        key = self._key()
-        if not self.unique and key.device.type == "cpu" and has_data(key):
+        if not self.unique and self.indices[0].device.type == "cpu" and has_data(*self.indices):
+            key = self._key()
             number = torch.arange(self.count, dtype=torch.int32)
             owner = torch.empty(math.prod(self.sizes), dtype=torch.int32).scatter_(0, key, number)
             self.unique = torch.equal(owner.gather(0, key), number)
@@ -207,9 +204,9 @@ class Places:
 
     def _key(self) -> torch.Tensor:
         """Give one number for each entry's place."""
-        key = self.indices[0]
+        key = self.indices[0] % self.sizes[0]
         for i, size in zip(self.indices[1:], self.sizes[1:], strict=True):
-            key = key * size + i
+            key = key * size + i % size
         return key
 
 
@@ -223,7 +220,24 @@ def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
+def _flat(tensor: torch.Tensor, entries: tuple[int, ...]) -> torch.Tensor:
+    return tensor if len(entries) == 1 and tensor.shape == entries else tensor.expand(entries).reshape(-1)
+
+
+def _permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    return tensor if order == sorted(order) else tensor.permute(order)
+
+
+def _moved(tensor: torch.Tensor, start: int, end: int, width: int) -> torch.Tensor:
+    """Move some dimensions that stand together."""
+    if start == end or not width:
+        return tensor
+    return tensor.movedim(tuple(range(start, start + width)), tuple(range(end, end + width)))
+
+
 def _broadcast(choosers: Sequence[Chooser]) -> tuple[int, ...]:
+    if len(choosers) == 1:  # torch's own function takes its time
+        return tuple(choosers[0].tensor.shape)
     shapes = [tuple(chooser.tensor.shape) for chooser in choosers]
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
@@ -240,6 +254,8 @@ def _front(choosers: Sequence[Chooser], width: int) -> int:
 
     An index tensor without dimensions chooses like an int: its dimension is gone before the question is asked.
     """
+    if len(choosers) == 1:
+        return choosers[0].dim
     kept = [dim for dim in range(width) if dim not in (c.dim for c in choosers if not c.tensor.dim())]
     spots = [kept.index(c.dim) for c in choosers if c.tensor.dim()]
     together = spots and spots == list(range(spots[0], spots[0] + len(spots)))

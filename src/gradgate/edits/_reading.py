@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,8 +23,7 @@ Mode = Literal["raise", "drop", "clip"]
 _MODES = ("raise", "drop", "clip")
 
 
-@dataclass(frozen=True)
-class Chooser:
+class Chooser(NamedTuple):
     """A mask or an index tensor, and the dimension that it speaks of: of the view, and of x for messages."""
 
     dim: int
@@ -33,8 +31,7 @@ class Chooser:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """What an index says about a tensor of one shape.
 
     Attributes:
@@ -55,7 +52,7 @@ class Reading:
         """Apply the basic part: a view, unless something runs backwards; if an int missed, only the shape is right."""
         if self.missed:
             x = x.new_zeros(()).expand([1 if dim in self.missed else size for dim, size in enumerate(x.shape)])
-        view = x[self.basic]
+        view = x[self.basic] if self.basic else x
         return view.flip(self.backwards) if self.backwards else view
 
     def write(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -72,8 +69,8 @@ class Reading:
 
     def restore(self, x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         """Give a new tensor like x in which the view is another one; the view is new memory already."""
-        if view.numel() == x.numel() and not self.backwards:
-            return view.reshape(x.shape)  # it is the whole of x
+        if view.shape == x.shape and not self.backwards:
+            return view  # it is the whole of x
         return self.write(x, view)
 
 
@@ -110,9 +107,8 @@ def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> R
         ArgumentTypeError: Something in it is no index.
         ArgumentIndexError: It has too many parts, an int is out of range, or a mask does not fit.
     """
-    items = _fill_ellipsis(
-        [_as_item(item, device) for item in (index if isinstance(index, tuple) else (index,))], shape
-    )
+    items = [_as_item(item, device) for item in (index if isinstance(index, tuple) else (index,))]
+    items = _without_ellipsis(items, shape)
     basic: list[Any] = []
     backwards: list[int] = []
     masks: list[Chooser] = []
@@ -145,6 +141,8 @@ def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> R
             basic.append(place or 0)
             missed += [dim] if place is None else []
             dim += 1
+    while basic and basic[-1] == slice(None):
+        basic.pop()  # says nothing
     return Reading(tuple(basic), tuple(backwards), tuple(masks), tuple(indices), tuple(missed))
 
 
@@ -170,14 +168,12 @@ def out_of_range(function: str, index: int, dim: int, size: int) -> ArgumentInde
 
 def _as_item(item: Any, device: torch.device) -> Any:
     """Give an int, a slice, None, Ellipsis, or a tensor that is bool or int64."""
-    if item is None or item is Ellipsis or isinstance(item, slice):
-        return item
-    if isinstance(item, int) and not isinstance(item, bool):
-        return item
     if isinstance(item, torch.Tensor):
         return _as_chooser(item, device)
+    if item is None or item is Ellipsis or isinstance(item, slice):
+        return item
     if hasattr(item, "__index__") and not isinstance(item, bool) and not hasattr(item, "__len__"):
-        return operator.index(item)
+        return operator.index(item)  # an int, or what numpy has in its place
     try:
         tensor = torch.as_tensor(list(item) if isinstance(item, range) else item, device=device)
     except (TypeError, ValueError, RuntimeError):
@@ -195,8 +191,9 @@ def _as_chooser(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         )
     if tensor.is_floating_point() or tensor.is_complex():
         raise _no_index(tensor)
-    # What arrives by a graph of its own (a mask made of values) must not be in ours.
-    return tensor.to(device) if tensor.dtype in (torch.bool, torch.int64) else tensor.to(device, torch.int64)
+    if tensor.dtype not in (torch.bool, torch.int64):
+        tensor = tensor.long()
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _no_index(item: Any) -> ArgumentTypeError:
@@ -207,8 +204,8 @@ def _no_index(item: Any) -> ArgumentTypeError:
     )
 
 
-def _fill_ellipsis(items: list[Any], shape: Sequence[int]) -> list[Any]:
-    """Write out the ellipsis as full slices, and add those that torch would add at the end."""
+def _without_ellipsis(items: list[Any], shape: Sequence[int]) -> list[Any]:
+    """Write out the ellipsis as full slices."""
     used = sum(_dims_used(item) for item in items)
     if used > len(shape):
         raise ArgumentIndexError(
@@ -217,13 +214,15 @@ def _fill_ellipsis(items: list[Any], shape: Sequence[int]) -> list[Any]:
             fix="gg.at(x.unsqueeze(0))[...]   # or an index with fewer parts",
         )
     places = [number for number, item in enumerate(items) if item is Ellipsis]
+    if not places:
+        return items
     if len(places) > 1:
         raise ArgumentIndexError(
             "at(x)[...]: the index has more than one ellipsis.",
             why="two of them could share the dimensions in several ways.",
             fix="gg.at(x)[..., 0]",
         )
-    at = places[0] if places else len(items)
+    at = places[0]
     return [*items[:at], *[slice(None)] * (len(shape) - used), *items[at + 1 :]]
 
 

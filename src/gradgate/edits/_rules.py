@@ -19,7 +19,9 @@ __all__ = [
     "called",
     "check_kind",
     "choosers",
+    "larger",
     "second",
+    "smaller",
     "subtracted",
     "under_mask",
     "with_extreme",
@@ -33,6 +35,22 @@ OnPlaces = Callable[[Places, torch.Tensor, torch.Tensor], torch.Tensor]
 def second(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Take the value: the rule of `set`."""
     return value
+
+
+def smaller(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Take the smaller of two; equal ones share the gradient, and of a NaN neither gets any, as in JAX."""
+    return _chosen(torch.minimum, old, value)
+
+
+def larger(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Take the larger of two; equal ones share the gradient, and of a NaN neither gets any, as in JAX."""
+    return _chosen(torch.maximum, old, value)
+
+
+def _chosen(rule: Binary, old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    best = rule(old.detach(), value.detach())
+    # torch's own gradient at a NaN is 1 for both, also for the one that is a number.
+    return rule(torch.where(old == best, old, old.detach()), torch.where(value == best, value, value.detach()))
 
 
 def subtracted(places: Places, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -79,7 +97,7 @@ def under_mask(mask: Chooser, view: torch.Tensor, value: torch.Tensor, pair: Bin
     if value.dim() > after:
         value = value.reshape([*lead, *[1] * width, *value.shape[len(lead) + 1 :]])
     known = [*view.shape[: mask.dim], "number of True", *view.shape[mask.dim + width :]]
-    value = fit(value, view.shape, function=function, spoken=f"({', '.join(map(str, known))})")
+    value = fit(value, view.shape, function=function, spoken=known)
     here = mask.tensor.reshape([*mask.tensor.shape, *[1] * after])
     if pair is second:
         return torch.where(here, value, view)

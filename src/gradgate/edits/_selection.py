@@ -17,7 +17,9 @@ from gradgate.edits._rules import (
     called,
     check_kind,
     choosers,
+    larger,
     second,
+    smaller,
     subtracted,
     under_mask,
     with_extreme,
@@ -192,13 +194,14 @@ class Selection(Generic[Result]):
             The new tensor, or the new dictionary.
 
         Gradient:
-            Shared evenly by all that are equal to the result, x included; the others get exactly 0.
+            Shared evenly by all that are equal to the result, x included; the others get exactly 0, and so do all
+            where the result is NaN.
 
         Example:
             >>> gg.at(torch.tensor([1.0, 5.0]))[[1, 1]].min(torch.tensor([3.0, 4.0]))
             tensor([1., 3.])
         """
-        return self._edit("min", value, torch.minimum, with_extreme("amin"), mode, unique_indices)
+        return self._edit("min", value, smaller, with_extreme("amin"), mode, unique_indices)
 
     def max(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Take the larger of x and a value there, the largest where a place is named several times.
@@ -212,13 +215,14 @@ class Selection(Generic[Result]):
             The new tensor, or the new dictionary.
 
         Gradient:
-            Shared evenly by all that are equal to the result, x included; the others get exactly 0.
+            Shared evenly by all that are equal to the result, x included; the others get exactly 0, and so do all
+            where the result is NaN.
 
         Example:
             >>> gg.at(torch.tensor([1.0, 5.0]))[...].max(2.0)
             tensor([2., 5.])
         """
-        return self._edit("max", value, torch.maximum, with_extreme("amax"), mode, unique_indices)
+        return self._edit("max", value, larger, with_extreme("amax"), mode, unique_indices)
 
     def apply(
         self,

@@ -51,11 +51,15 @@ def as_value(value: Any, x: torch.Tensor, *, function: str) -> torch.Tensor:
             why="moving it here would copy in every call.",
             fix="v.to(x.device)",
         )
-    written: torch.Tensor = value.to(x.device, x.dtype)
+    if value.dtype is not x.dtype or value.device != x.device:
+        value = value.to(x.device, x.dtype)
+    written: torch.Tensor = value
     return written
 
 
-def fit(value: torch.Tensor, shape: Sequence[int], *, function: str, spoken: str = "") -> torch.Tensor:
+def fit(
+    value: torch.Tensor, shape: Sequence[int], *, function: str, spoken: Sequence[object] | None = None
+) -> torch.Tensor:
     """Broadcast a value to the shape of the selection.
 
     Args:
@@ -70,6 +74,9 @@ def fit(value: torch.Tensor, shape: Sequence[int], *, function: str, spoken: str
     Raises:
         ArgumentValueError: It does not broadcast.
     """
+    if value.shape == shape:
+        return value
+    given = tuple(value.shape)
     while value.dim() > len(shape) and value.shape[0] == 1:
         value = value[0]  # as in torch's own assignment
     if value.dim() <= len(shape) and all(
@@ -77,10 +84,14 @@ def fit(value: torch.Tensor, shape: Sequence[int], *, function: str, spoken: str
     ):
         return value.expand(tuple(shape))
     raise ArgumentValueError(
-        f"{function}: the value has shape {tuple(value.shape)}, the selection has shape {spoken or tuple(shape)}.",
+        f"{function}: the value has shape {given}, the selection has shape ({_written(spoken or shape)}).",
         why="each selected element needs exactly one value; a value broadcasts to the selection, never the reverse.",
         fix=_shape_fix(value, shape),
     )
+
+
+def _written(shape: Sequence[object]) -> str:
+    return f"{shape[0]}," if len(shape) == 1 else ", ".join(map(str, shape))
 
 
 def _shape_fix(value: torch.Tensor, shape: Sequence[int]) -> str:
@@ -93,7 +104,7 @@ def _number(value: complex, x: torch.Tensor, function: str) -> torch.Tensor:
     if [bool, int, float, complex].index(type(value)) > _kind(x.dtype):
         raise _wrong_kind(describe(value), x, function, "gg.at(x.to(torch.float32))   # or a value of the kind of x")
     try:
-        return torch.full((), value, dtype=x.dtype, device=x.device)
+        return torch.tensor(value, dtype=x.dtype, device=x.device)
     except RuntimeError:
         raise ArgumentValueError(
             f"{function}: {value} does not fit into {str(x.dtype).removeprefix('torch.')}.",

@@ -1,0 +1,109 @@
+"""gradgate.edits against `clone` and an assignment in place, which is what people write today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import gradgate as gg
+from benchmarks.harness import Candidate, Row
+
+
+def clone_and_assign(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """Do what an edit does, by hand; with repeated indices its result and its gradient are anybody's."""
+    new = x.clone()
+    new[index] = value
+    return new
+
+
+def forward(make: Callable[[], tuple[torch.Tensor, Any, Any]], **keywords: Any) -> Callable[[], dict[str, Candidate]]:
+    """Set values without recording."""
+
+    def candidates() -> dict[str, Candidate]:
+        x, index, value = make()
+        field: dict[str, Candidate] = {
+            "gg.at": lambda: gg.at(x)[index].set(value, **keywords),
+            "clone + assign": lambda: clone_and_assign(x, index, value),
+        }
+        if isinstance(index, torch.Tensor) and index.dtype is torch.int64:
+            field["index_put"] = lambda: x.index_put((index,), torch.as_tensor(value))
+        return field
+
+    return candidates
+
+
+def both(make: Callable[[], tuple[torch.Tensor, Any, Any]]) -> Callable[[], dict[str, Candidate]]:
+    """Set values and walk back to x and v."""
+
+    def candidates() -> dict[str, Candidate]:
+        x, index, value = make()
+        x.requires_grad_()
+        value.requires_grad_()
+
+        def run(edit: Callable[[], torch.Tensor]) -> Candidate:
+            return lambda: torch.autograd.grad(edit().sum(), (x, value))
+
+        return {
+            "gg.at": run(lambda: gg.at(x)[index].set(value)),
+            "clone + assign": run(lambda: clone_and_assign(x, index, value)),
+        }
+
+    return candidates
+
+
+def matrix(index: Any, value: Any) -> Callable[[], tuple[torch.Tensor, Any, Any]]:
+    """Make a matrix of a million elements, an index and a value for it."""
+    return lambda: (torch.randn(1000, 1000), index() if callable(index) else index, value())
+
+
+def elements(count: int, size: int = 1_000_000) -> Callable[[], tuple[torch.Tensor, Any, Any]]:
+    """Make a row of elements, and different places in it in random order."""
+    return lambda: (torch.randn(size), torch.randperm(size)[:count], torch.randn(count))
+
+
+def table() -> tuple[torch.Tensor, Any, Any]:
+    """Make an embedding table and the rows of one batch."""
+    return torch.randn(50_000, 64), torch.randperm(50_000)[:512], torch.randn(512, 64)
+
+
+def masked_elements() -> tuple[torch.Tensor, Any, Any]:
+    """Make a matrix, a mask and as many values as it has True elements."""
+    keep = torch.rand(1000, 1000) > 0.5
+    return torch.randn(1000, 1000), keep, torch.randn(int(keep.sum()))
+
+
+def row(title: str, candidates: Callable[[], dict[str, Candidate]], at_most: float | None = 1.15) -> Row:
+    """Compare with the assignment in place."""
+    return Row("edits", title, candidates, ours="gg.at", base="clone + assign", at_most=at_most)
+
+
+ROWS = [
+    row("set a slice of 100 rows, 1000x1000", forward(matrix(slice(100, 200), lambda: torch.randn(100, 1000)))),
+    row("set a block, 1000x1000", forward(matrix((slice(100, 600), slice(0, 300)), lambda: torch.randn(500, 300)))),
+    row("set one row, 1000x1000", forward(matrix(7, lambda: 0.0))),
+    row(
+        "set 100 rows by an index tensor, 1000x1000",
+        forward(matrix(lambda: torch.randperm(1000)[:100], lambda: torch.randn(100, 1000))),
+    ),
+    row(
+        "set 500 rows by an index tensor, 1000x1000",
+        forward(matrix(lambda: torch.randperm(1000)[:500], lambda: torch.randn(500, 1000))),
+    ),
+    row("set 512 rows of an embedding table, 50000x64", forward(table)),
+    row("set 1,000 single elements of 1e6", forward(elements(1000))),
+    row(
+        "set a number under a mask, half of 1000x1000",
+        forward(matrix(lambda: torch.rand(1000, 1000) > 0.5, lambda: 0.0)),
+    ),
+    row("set a value for each True of a mask, half of 1000x1000", forward(masked_elements)),
+    row(
+        "set 100 rows by an index tensor, with backward",
+        both(matrix(lambda: torch.randperm(1000)[:100], lambda: torch.randn(100, 1000))),
+    ),
+    row("set a slice of 100 rows, with backward", both(matrix(slice(100, 200), lambda: torch.randn(100, 1000)))),
+    row("set 100,000 single elements of 1e6, unique_indices=True", forward(elements(100_000), unique_indices=True)),
+    row("set 100,000 single elements of 1e6 (the search for repeats shows)", forward(elements(100_000)), at_most=None),
+    row("set 4 elements of 16 (what a call costs)", forward(elements(4, 16)), at_most=None),
+]
