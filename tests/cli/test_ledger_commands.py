@@ -128,7 +128,7 @@ def test_sql(path):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["ledger", "list", "nothing.ledger"], 1, "there is no ledger nothing.ledger"),
+        (["ledger", "list", "nothing.ledger"], 1, "nothing.ledger.\nWhy: it was to be read, so it is not created."),
         (["ledger", "stats", "."], 2, "is a directory"),
         (["ledger", "release", "nothing.ledger", "a"], 2, "does not exist"),
         (["ledger", "list"], 2, "Missing argument 'LEDGER'"),
@@ -136,7 +136,11 @@ def test_sql(path):
         (["ledger", "list", "{path}", "--since", "yesterday"], 1, "the time 'yesterday' cannot be read"),
         (["ledger", "list", "{path}", "--limit", "0"], 2, "0 is not in the range"),
         (["ledger", "show", "{path}", "zzzz"], 1, "there is no incident 'zzzz'"),
-        (["ledger", "merge", "{path}", "nothing.ledger"], 1, "there is no ledger nothing.ledger"),
+        (
+            ["ledger", "merge", "{path}", "nothing.ledger"],
+            1,
+            "nothing.ledger.\nWhy: it was to be read, so it is not created.",
+        ),
         (["legder"], 2, "No such command 'legder'"),
         (["replay", "{path}", "aaaa"], 2, "Missing option '--entry'"),
         (["replay", "{path}", "aaaa", "--entry", "train"], 2, "'train' is not of the form module:name"),
