@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
-    "ENGINE",
     "DispatchMode",
     "ModuleCall",
     "apply_function",
@@ -29,15 +28,17 @@ __all__ = [
     "find_non_finite",
     "function_class_of",
     "has_data",
+    "innermost_call",
     "inside_forward_mode",
     "inside_functorch",
     "is_compiling",
     "is_traced",
     "latest_node_number",
-    "module_calls",
     "node_number",
     "on_top",
     "read_grad_mode",
+    "recorded_without_copy",
+    "saved_tensors_of",
     "schema_of",
     "tree_flatten",
     "tree_unflatten",
@@ -130,13 +131,34 @@ def is_traced() -> bool:
     return is_compiling() or inside_functorch() or forward_ad._current_level >= 0
 
 
-def without_copy(x: torch.Tensor) -> torch.Tensor:
-    """Give a tensor of its own with the values, strides and memory of x; call it while nothing is recorded.
+def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
+    """Give a tensor of its own with the values, strides and memory of x, as a node of the graph behind x.
 
-    Activations are shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
-    operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone). Parameters
-    are not: their memory must stay where it is, so the result is a view, and autograd refuses to overwrite one
-    that was made while nothing was recorded. The same for memory that torch does not own (numpy's, shared memory).
+    The memory is shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
+    operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone).
+
+    Args:
+        x: A tensor.
+
+    Returns:
+        The same values under another name. None for a parameter (and a view of one): its memory must stay where it
+        is. None also where torch cannot do it: memory that it does not own (numpy's, shared memory), layouts that are
+        not strided, many subclasses, and complex dtypes while recording.
+    """
+    owner = x if x._base is None else x._base
+    if owner.is_leaf and owner.requires_grad:
+        return None
+    try:
+        return torch._lazy_clone(x)
+    except RuntimeError:
+        return None
+
+
+def without_copy(x: torch.Tensor) -> torch.Tensor:
+    """Do the same while nothing is recorded, for any tensor.
+
+    Where copy-on-write is not to be had the result is a view, and autograd refuses to overwrite a view that was made
+    while nothing was recorded. So x is safe in either case.
 
     Args:
         x: A strided tensor.
@@ -144,13 +166,8 @@ def without_copy(x: torch.Tensor) -> torch.Tensor:
     Returns:
         The same values under another name.
     """
-    owner = x if x._base is None else x._base
-    if not (owner.is_leaf and owner.requires_grad):
-        try:
-            return torch._lazy_clone(x)
-        except RuntimeError:  # memory, a layout or a subclass that cannot be shared in this way
-            return x.view_as(x)
-    return x.view_as(x)
+    shared = recorded_without_copy(x)
+    return x.view_as(x) if shared is None else shared
 
 
 def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
@@ -212,23 +229,24 @@ class ModuleCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def module_calls(traceback: TracebackType | None) -> list[ModuleCall]:
-    """Find the calls of modules that an exception came through, outermost first, with their arguments.
+def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
+    """Find the innermost call of a module that an exception came through, with its arguments.
 
     Args:
         traceback: The exception's traceback.
 
     Returns:
-        One entry for each module that did not return.
+        The call, or None if the exception came through no module.
     """
-    calls = []
+    found = None
     while traceback is not None:
-        frame = traceback.tb_frame
-        if frame.f_code is _MODULE_CALL:
-            seen = frame.f_locals
-            calls.append(ModuleCall(seen["self"], seen["args"], seen["kwargs"]))
+        if traceback.tb_frame.f_code is _MODULE_CALL:
+            found = traceback.tb_frame
         traceback = traceback.tb_next
-    return calls
+    if found is None:
+        return None
+    seen = found.f_locals
+    return ModuleCall(seen["self"], seen["args"], seen["kwargs"])
 
 
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
@@ -250,10 +268,6 @@ undispatched = torch._C._DisableTorchDispatch
 
 current_node = torch._C._current_autograd_node
 """Give the node of the graph whose backward runs in this thread, or None."""
-
-
-ENGINE = torch.autograd.graph._engine_run_backward.__code__
-"""The code of the function that every backward pass runs below."""
 
 
 def latest_node_number() -> int:
@@ -298,15 +312,37 @@ def function_class_of(node: Any) -> type[torch.autograd.Function] | None:
     return getattr(type(node), "_forward_cls", None)
 
 
-def on_top(function_mode: torch.overrides.TorchFunctionMode, dispatch_mode: DispatchMode) -> bool:
-    """Tell whether these two were entered last in this thread, so that they can be left.
+def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
+    """Give the tensors that a node of torch's own saved for backward and has not let go of.
 
     Args:
-        function_mode: A function mode.
-        dispatch_mode: A dispatch mode.
+        node: A node whose backward runs.
 
     Returns:
-        Whether both lie on top of their stacks.
+        The tensors, each by its name in the formula, such as "self" or "result".
     """
+    found = {}
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # it was overwritten, which is told elsewhere, or let go
+                continue
+            if isinstance(value, torch.Tensor):
+                found[name.removeprefix("_saved_")] = value
+    return found
+
+
+def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
+    """Tell whether a mode was entered last in this thread, so that it can be left.
+
+    Args:
+        mode: A mode.
+
+    Returns:
+        Whether it lies on top of the modes of its kind.
+    """
+    if isinstance(mode, DispatchMode):
+        return _get_current_dispatch_mode() is mode
     top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    return top is function_mode and _get_current_dispatch_mode() is dispatch_mode
+    return top is mode

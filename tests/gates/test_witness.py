@@ -6,12 +6,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradgate as gg
+from tests import witness as eye
 from tests.gates import oracles
-from tests.witness import ALL, RULE, assert_same, witness
+from tests.witness import ALL, RULE, assert_same
 
 NAN, INF = float("nan"), float("inf")
 X = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 EMPTY = torch.zeros(3, 0)
+
+
+def witness(fn, oracle, *inputs, **more):
+    """Look at the gate of the inputs themselves, which are leaves, and at that of activations."""
+    eye.witness(fn, oracle, *inputs, **more)
+    eye.check_against(_behind(fn), _behind(oracle), inputs, exact=more.get("exact", False))
+
+
+def _behind(fn):
+    return lambda *inputs: fn(*(value * 2 if eye.differentiable(value) else value for value in inputs))
+
+
 ELEMENTS = torch.tensor([[True, False, True, True], [False, False, True, False], [True, True, True, True]])
 ROWS = torch.tensor([[True], [False], [True]])
 COLUMNS = torch.tensor([True, False, False, True])
@@ -165,15 +178,18 @@ def cases(draw):
 
 
 def through(fn, gradient):
-    """Send a gradient through a gate, once as usual and once with a graph of its own; give what arrives."""
-    x = torch.zeros(gradient.shape, dtype=gradient.dtype, requires_grad=True)
+    """Send a gradient through the gate of a leaf and of an activation, as usual and with a graph of its own."""
+    leaf = torch.zeros(gradient.shape, dtype=gradient.dtype, requires_grad=True)
+    activation = leaf.clone()
     before = gradient.clone()
     arrived = []
-    for create_graph in (False, True):
-        (result,) = torch.autograd.grad(fn(x), x, gradient, create_graph=create_graph)
-        arrived.append(result.detach())
+    for x in (leaf, activation):
+        for create_graph in (False, True):
+            (result,) = torch.autograd.grad(fn(x), x, gradient, create_graph=create_graph)
+            arrived.append(result.detach())
     assert_same([gradient], [before], what="the gradient that was given", exact=True)
-    assert_same([arrived[0]], [arrived[1]], what="with and without create_graph", exact=True)
+    for other in arrived[1:]:
+        assert_same([arrived[0]], [other], what="leaf or activation, with and without create_graph", exact=True)
     assert arrived[0].dtype == gradient.dtype
     return arrived[0]
 

@@ -1,4 +1,9 @@
-"""How a gate gets into the graph while Python runs line by line: an autograd Function, applied at the C level."""
+"""How a gate gets into the graph while Python runs line by line.
+
+Two ways with one result. An activation is shared copy-on-write, which makes a node of torch's own, and the rule is
+hung before that node: half the price of an autograd Function. A parameter is not shared in that way, because its
+memory must stay where it is; its gate is an autograd Function that returns a view.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gradgate._torch_compat import bound_apply, without_copy
+from gradgate._torch_compat import bound_apply, recorded_without_copy, without_copy
+from gradgate.errors import GradgateError
 from gradgate.gates._meter import GateMeter
 from gradgate.gates._rules import Rule, Whole
 from gradgate.gates._sparse import on_stored_values
@@ -14,37 +20,57 @@ from gradgate.gates._sparse import on_stored_values
 __all__ = ["put_rule", "swap"]
 
 
+class Treatment:
+    """A rule with its meter, as autograd meets it in backward."""
+
+    __slots__ = ("meter", "rule", "version")
+
+    def __init__(self, rule: Rule, meter: GateMeter | None) -> None:
+        self.rule = rule
+        self.version = _version(rule)
+        self.meter = meter
+
+    def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Give what goes on in place of what arrives; nothing for nothing."""
+        if gradients[0] is None:
+            return gradients
+        if _version(self.rule) != self.version:
+            raise GradgateError(
+                "A mask or factor of a gate was overwritten between forward and backward.",
+                why="the gradient would follow another mask than the one that the gate was given.",
+                fix="keep.clone()   # give the gate a copy, or overwrite it after backward",
+            )
+        return (on_stored_values(self._treated, gradients[0], self.rule),)
+
+    def _treated(self, gradient: torch.Tensor, rule: Rule) -> torch.Tensor | None:
+        rule = rule.settled(gradient)
+        result = rule(gradient)
+        if self.meter is not None:
+            self.meter.count(gradient, result, rule.stopped(gradient))
+        return result
+
+
+def _version(rule: Rule) -> int:
+    """Count how often the rule's tensor was written to."""
+    operand = rule.operand
+    return 0 if operand is None else operand._version
+
+
 class Gated(torch.autograd.Function):
-    """Identity forward, a rule backward."""
+    """Identity forward, a treatment backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rule: Rule, meter: GateMeter | None, *tensors: torch.Tensor) -> torch.Tensor:
-        """Share the memory of x, and remember the rule."""
-        ctx.rule = rule, meter
+    def forward(ctx: Any, x: torch.Tensor, treatment: Treatment, *anchors: torch.Tensor) -> torch.Tensor:
+        """Share the memory of x, and remember the treatment."""
+        ctx.treatment = treatment
         # Without this a gate behind a shut one would make zeros of "nothing", and the work upstream would be done.
         ctx.set_materialize_grads(False)
-        if tensors:
-            # Saved, not just remembered: a mask that is overwritten before backward is then an error, not a surprise.
-            ctx.save_for_backward(*tensors)
         return without_copy(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Apply the rule to the gradient, if one arrives."""
-        tensors = ctx.saved_tensors
-        nothing = (None,) * (2 + len(tensors))
-        if gradients[0] is None:
-            return None, *nothing
-
-        def treat(gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | None:
-            rule, meter = ctx.rule
-            rule, tensors = rule.settled(gradient, *tensors)
-            result: torch.Tensor | None = rule(gradient, *tensors)
-            if meter is not None:
-                meter.count(gradient, result, rule.stopped(gradient, *tensors))
-            return result
-
-        return on_stored_values(treat, gradients[0], *tensors), *nothing
+        """Treat the gradient, if one arrives."""
+        return *ctx.treatment(gradients), None, *(None for _ in ctx.needs_input_grad[2:])
 
 
 class Swapped(torch.autograd.Function):
@@ -66,19 +92,29 @@ apply_gated = bound_apply(Gated)
 apply_swapped = bound_apply(Swapped)
 
 
-def put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None, *tensors: torch.Tensor) -> torch.Tensor:
+def put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None) -> torch.Tensor:
     """Give x with a rule for its gradient; x itself where no gradient will come."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     if isinstance(rule, Whole) and not rule.keep:
-        with torch.no_grad():
-            x = without_copy(x)
-        if meter is None:
-            return x
-        # The meter wants to see the gradient: an empty leaf makes autograd bring it this far, and no further.
-        tensors = (torch.empty(0, requires_grad=True),)
-    gated: torch.Tensor = apply_gated(x, rule, meter, *tensors)
+        return _shut(x, rule, meter)
+    treatment = Treatment(rule, meter)
+    gated = recorded_without_copy(x)
+    if gated is None:
+        gated = apply_gated(x, treatment)
+    else:
+        gated.grad_fn.register_prehook(treatment)  # type: ignore[union-attr]  # it was recorded just now
     return gated
+
+
+def _shut(x: torch.Tensor, rule: Whole, meter: GateMeter | None) -> torch.Tensor:
+    with torch.no_grad():
+        x = without_copy(x)
+    if meter is None:
+        return x
+    # The meter wants to see the gradient: an empty leaf makes autograd bring it this far, and no further.
+    counted: torch.Tensor = apply_gated(x, Treatment(rule, meter), torch.empty(0, requires_grad=True))
+    return counted
 
 
 def swap(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:

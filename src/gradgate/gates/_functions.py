@@ -56,7 +56,7 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
         return _put_rule(x, Whole(keep), meter, "gate")
     if callable(keep):
         return _put_rule(x, Chosen(keep), meter, "gate")
-    return _put_rule(x, Mask(), meter, "gate", check_keep(keep, x, function="gate"))
+    return _put_rule(x, Mask(check_keep(keep, x, function="gate")), meter, "gate")
 
 
 def scale_grad(x: torch.Tensor, factor: float | torch.Tensor, *, meter: GateMeter | None = None) -> torch.Tensor:
@@ -251,16 +251,12 @@ def _scale(
 ) -> torch.Tensor:
     check_tensor(x, name="x", function=function)
     check_factor(factor, x, name=name, function=function)
-    if isinstance(factor, torch.Tensor):
-        return _put_rule(x, Scale(), meter, function, factor if sign == 1 else -factor)
-    return _put_rule(x, Scale(sign * factor), meter, function)
+    return _put_rule(x, Scale(factor if sign == 1 else -factor), meter, function)
 
 
-def _put_rule(
-    x: torch.Tensor, rule: Rule, meter: GateMeter | None, function: str, *tensors: torch.Tensor
-) -> torch.Tensor:
+def _put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None, function: str) -> torch.Tensor:
     if meter is not None:
         check_meter(meter, function=function, traced=is_traced())
     if is_traced():
-        return _traced.put_rule(x, rule, function, *tensors)
-    return _eager.put_rule(x, rule, meter, *tensors)
+        return _traced.put_rule(x, rule, function)
+    return _eager.put_rule(x, rule, meter)

@@ -1,8 +1,8 @@
 """What each gate does to a gradient: pure functions of tensors that know nothing of graphs.
 
-A rule is given the arriving gradient and its own tensors (a mask, a factor) and gives what goes on upstream; None
-means that nothing does. It never writes into the gradient it is given. While second derivatives are wanted (recording
-is on during backward) it uses operations that autograd can follow, else the fastest ones that give the same.
+A rule is given the arriving gradient and gives what goes on upstream; None means that nothing does. It never writes
+into the gradient it is given. While second derivatives are wanted (recording is on during backward) it uses operations
+that autograd can follow, else the fastest ones that give the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradgate._checks import check_keep
 __all__ = ["Chosen", "Clip", "Finite", "Mask", "Rule", "Scale", "Whole"]
 
 # Widths of gradient elements, and the integers whose bits can stand for them.
-INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -27,17 +27,26 @@ class Rule:
 
     __slots__ = ()
 
-    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Give what goes on upstream."""
         raise NotImplementedError
 
-    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | int:
+    def stopped(self, gradient: torch.Tensor) -> torch.Tensor | int:
         """Count the elements that are withheld or replaced, without asking the host."""
         return 0
 
-    def settled(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> tuple[Rule, tuple[torch.Tensor, ...]]:
-        """Give the rule and its tensors for this gradient; the same as ever, unless it depends on the gradient."""
-        return self, tensors
+    @property
+    def operand(self) -> torch.Tensor | None:
+        """The tensor that the rule stands on, if it has one."""
+        return None
+
+    def at(self, rows: torch.Tensor, shape: torch.Size) -> Rule:
+        """Give the rule for these rows of a gradient of that shape."""
+        return self
+
+    def settled(self, gradient: torch.Tensor) -> Rule:
+        """Give the rule for this gradient; itself, unless it depends on the gradient."""
+        return self
 
 
 @dataclass(slots=True)
@@ -46,27 +55,37 @@ class Whole(Rule):
 
     keep: bool
 
-    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Give the gradient itself or None."""
         return gradient if self.keep else None
 
-    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> int:
+    def stopped(self, gradient: torch.Tensor) -> int:
         """Count everything or nothing."""
         return 0 if self.keep else gradient.numel()
 
 
 @dataclass(slots=True)
 class Mask(Rule):
-    """The gradient where keep (its one tensor), and +0.0 elsewhere."""
+    """The gradient where keep, and +0.0 elsewhere."""
 
-    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    keep: torch.Tensor
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         """Give the gradient where keep."""
-        return _masked(gradient, *tensors)
+        return _masked(gradient, self.keep)
 
-    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def stopped(self, gradient: torch.Tensor) -> torch.Tensor:
         """Count where keep is False, each as often as it is broadcast."""
-        (keep,) = tensors
-        return keep.logical_not().count_nonzero() * (gradient.numel() // max(keep.numel(), 1))
+        return self.keep.logical_not().count_nonzero() * (gradient.numel() // max(self.keep.numel(), 1))
+
+    @property
+    def operand(self) -> torch.Tensor:
+        """The mask."""
+        return self.keep
+
+    def at(self, rows: torch.Tensor, shape: torch.Size) -> Mask:
+        """Give the mask of these rows."""
+        return Mask(self.keep.expand(shape)[rows])
 
 
 @dataclass(slots=True)
@@ -75,33 +94,42 @@ class Chosen(Rule):
 
     keep: Callable[[torch.Tensor], Any]
 
-    def settled(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> tuple[Rule, tuple[torch.Tensor, ...]]:
+    def settled(self, gradient: torch.Tensor) -> Rule:
         """Ask the function."""
         keep = self.keep(gradient.detach())
         if isinstance(keep, bool):
-            return Whole(keep), ()
-        return Mask(), (check_keep(keep, gradient, name="keep(grad)", function="gate"),)
+            return Whole(keep)
+        return Mask(check_keep(keep, gradient, name="keep(grad)", function="gate"))
 
 
 @dataclass(slots=True)
 class Scale(Rule):
-    """The gradient times a number, or times its one tensor; where that is 0, exactly 0."""
+    """The gradient times a number or a tensor; where that is 0, exactly 0."""
 
-    factor: float = 1.0
+    factor: float | torch.Tensor
 
-    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         """Give the product."""
-        if tensors:
-            return _scaled(gradient, *tensors)
+        if isinstance(self.factor, torch.Tensor):
+            return _masked((gradient * self.factor).to(gradient.dtype), self.factor != 0)
         if self.factor == 1:
             return gradient
         return torch.zeros_like(gradient) if self.factor == 0 else gradient * self.factor
 
-    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | int:
+    def stopped(self, gradient: torch.Tensor) -> torch.Tensor | int:
         """Count where the factor is 0."""
-        if tensors:
-            return Mask().stopped(gradient, tensors[0] != 0)
+        if isinstance(self.factor, torch.Tensor):
+            return Mask(self.factor != 0).stopped(gradient)
         return gradient.numel() if self.factor == 0 else 0
+
+    @property
+    def operand(self) -> torch.Tensor | None:
+        """The factor, if it is a tensor."""
+        return self.factor if isinstance(self.factor, torch.Tensor) else None
+
+    def at(self, rows: torch.Tensor, shape: torch.Size) -> Scale:
+        """Give the factor of these rows."""
+        return Scale(self.factor.expand(shape)[rows]) if isinstance(self.factor, torch.Tensor) else self
 
 
 @dataclass(slots=True)
@@ -112,7 +140,7 @@ class Clip(Rule):
     max_value: float | None
     per_sample: bool
 
-    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         """Give the gradient within its limits."""
         if self.max_value is not None:
             gradient = gradient.clamp(-self.max_value, self.max_value)
@@ -134,13 +162,13 @@ class Finite(Rule):
 
     fill: float
 
-    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         """Give the gradient with its gaps filled."""
         if torch.is_grad_enabled() or gradient.is_complex():
             return torch.where(gradient.isfinite(), gradient, self.fill)
         return gradient.nan_to_num(self.fill, self.fill, self.fill)
 
-    def stopped(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def stopped(self, gradient: torch.Tensor) -> torch.Tensor:
         """Count what is not finite."""
         return gradient.isfinite().logical_not().count_nonzero()
 
@@ -148,8 +176,9 @@ class Finite(Rule):
 def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """Give the gradient where keep and +0.0 elsewhere, whatever arrives there.
 
-    Kernels that read a bool are slow (on a CPU `where` takes 20 times as long as a product), and a product lets NaN
-    through. So the bits of a closed element are cleared: it is and-ed with an integer of its width, all ones or zero.
+    Kernels that read a bool are slow (on a CPU `where` takes 20 times as long as a product), and a product of floats
+    lets NaN through. A product of integers does not: so the bits of each element, taken as an integer of its width,
+    are multiplied by 0 or 1.
     """
     if keep.device != gradient.device:  # only a 0-dim mask on the CPU gets here, see check_keep
         keep = keep.to(gradient.device, non_blocking=True)
@@ -158,12 +187,9 @@ def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     integer = INTEGER_OF_WIDTH.get(gradient.element_size())
     if torch.is_grad_enabled() or integer is None or type(gradient) is not torch.Tensor:
         return torch.where(keep, gradient, 0)
-    bits = keep.view(torch.uint8).to(integer).neg_()
-    return gradient.resolve_neg().view(integer).bitwise_and(bits).view(gradient.dtype)
-
-
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return _masked((gradient * factor).to(gradient.dtype), factor != 0)
+    bits = gradient.resolve_neg().view(integer)
+    ones = keep.view(torch.uint8).to(integer)  # never keep's own memory: no integer above is unsigned
+    return (ones.mul_(bits) if ones.shape == bits.shape else bits * ones).view(gradient.dtype)
 
 
 def _norm(gradient: torch.Tensor, order: float, per_sample: bool) -> torch.Tensor:

@@ -6,20 +6,22 @@ from collections.abc import Callable
 
 import torch
 
+from gradgate.gates._rules import Rule
+
 __all__ = ["on_stored_values"]
 
 
 def on_stored_values(
-    treat: Callable[..., torch.Tensor | None], gradient: torch.Tensor, *tensors: torch.Tensor
+    treat: Callable[[torch.Tensor, Rule], torch.Tensor | None], gradient: torch.Tensor, rule: Rule
 ) -> torch.Tensor | None:
-    """Treat what a gradient stores, together with the parts of the tensors that belong there; rows stay sparse."""
+    """Treat what a gradient stores by the part of the rule that belongs there; rows stay sparse."""
     if gradient.layout is torch.strided:
-        return treat(gradient, *tensors)
+        return treat(gradient, rule)
     if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
-        return treat(gradient.to_dense(), *tensors)
+        return treat(gradient.to_dense(), rule)
     gradient = gradient.coalesce()
     rows = gradient.indices()
-    values = treat(gradient.values(), *(tensor.expand(gradient.shape)[rows[0]] for tensor in tensors))
+    values = treat(gradient.values(), rule.at(rows[0], gradient.shape))
     if values is None:
         return None
     return torch.sparse_coo_tensor(rows, values, gradient.shape, is_coalesced=True, check_invariants=False)

@@ -66,8 +66,7 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Apply the rule."""
-        rule, tensors = ctx.rule.settled(gradients[0])
-        return rule(gradients[0], *tensors), None
+        return ctx.rule.settled(gradients[0])(gradients[0]), None
 
 
 class GatedUnderTransforms(Gated):
@@ -94,12 +93,11 @@ class EachSample(Rule):
 
     rule: Rule
 
-    def __call__(self, gradient: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         """Map the rule; where it stops everything there is still a gradient, of zeros, for the other samples' sake."""
 
         def one(gradient: torch.Tensor) -> torch.Tensor:
-            rule, tensors = self.rule.settled(gradient)
-            result = rule(gradient, *tensors)
+            result = self.rule.settled(gradient)(gradient)
             return torch.zeros_like(gradient) if result is None else result
 
         return torch.vmap(one)(gradient)
@@ -110,15 +108,17 @@ def swap(hard: torch.Tensor, soft: torch.Tensor, function: str) -> torch.Tensor:
     return _applied(_variant(Swapped, SwappedUnderTransforms, function), hard, soft)
 
 
-def put_rule(x: torch.Tensor, rule: Rule, function: str, *tensors: torch.Tensor) -> torch.Tensor:
+def put_rule(x: torch.Tensor, rule: Rule, function: str) -> torch.Tensor:
     """Give x with a rule for its gradient."""
     if isinstance(rule, Whole):
         return x.clone() if rule.keep else x.detach().clone()
     if isinstance(rule, Mask):
         # `where` selects: nothing leaks from where it does not look, and every tracer knows it.
-        return torch.where(tensors[0], x, x.detach())
+        return torch.where(rule.keep, x, x.detach())
     if isinstance(rule, Scale):
-        factor = tensors[0] if tensors else torch.tensor(rule.factor, dtype=x.real.dtype, device=x.device)
+        factor = rule.factor
+        if not isinstance(factor, torch.Tensor):
+            factor = torch.tensor(factor, dtype=x.real.dtype, device=x.device)
         product = (x * factor).to(x.dtype)
         return swap(x.detach(), torch.where(factor == 0, x.detach(), product), function)
     return _applied(_variant(Gated, GatedUnderTransforms, function), x, rule)
