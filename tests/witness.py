@@ -221,7 +221,7 @@ def check_vmap(fn: Function, oracle: Function, inputs: Sequence[Any]) -> None:
             assert_same(ours, theirs, what=f"vmap over inputs {batched}")
             if our_gradients or their_gradients:
                 assert_same(our_gradients, their_gradients, what=f"backward through vmap over inputs {batched}")
-            if where:
+            if where and their_gradients:
                 per_row = torch.vmap(torch.func.grad(_summed(fn), argnums=where), in_dims=in_dims)(*stacked)
                 for k in range(size):
                     leaves = fresh(loop_inputs[k])

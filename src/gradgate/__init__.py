@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from gradgate import edits as edits
     from gradgate import freezing as freezing
     from gradgate import gates as gates
+    from gradgate import guard as guard
     from gradgate import ledger as ledger
     from gradgate import loading as loading
+    from gradgate import losses as losses
     from gradgate import masked as masked
     from gradgate import modes as modes
     from gradgate import replaying as replaying
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from gradgate.gates import reverse_grad as reverse_grad
     from gradgate.gates import scale_grad as scale_grad
     from gradgate.gates import straight_through as straight_through
+    from gradgate.guard import Guard as Guard
     from gradgate.ledger import Ledger as Ledger
     from gradgate.loading import QuarantineSampler as QuarantineSampler
     from gradgate.loading import without as without
@@ -64,6 +67,7 @@ _ROOM_OF = {
     "Gate": "gates",
     "GateMeter": "gates",
     "GradgateError": "errors",
+    "Guard": "guard",
     "Incident": "records",
     "Ledger": "ledger",
     "QuarantineSampler": "loading",
@@ -93,7 +97,7 @@ _ROOM_OF = {
     "trainable": "freezing",
     "without": "loading",
 }
-_ROOMS = ("edits", "errors", "freezing", "gates", "ledger", "loading", "masked", "modes", "records", "replaying")
+_ROOMS = ("edits", "errors", "freezing", "gates", "guard", "ledger", "loading", "losses", "masked", "modes", "records", "replaying")
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
 

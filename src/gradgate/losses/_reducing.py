@@ -1,0 +1,173 @@
+"""From one loss per element to one loss: the sum over what is kept, divided by how much was kept."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from gradgate import masked
+from gradgate._checks import check_fits, check_keep, check_tensor
+from gradgate._names import describe, listed
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["Reduction", "check_reduction", "over_elements", "reduce", "reduced"]
+
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
+
+
+def reduce(
+    per_element: torch.Tensor,
+    *,
+    keep: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    empty: float = 0.0,
+) -> torch.Tensor:
+    """Average losses over what is kept: their sum divided by the number kept, or by the weight kept.
+
+    Args:
+        per_element: The unreduced losses, samples along the first dimension.
+        keep: What takes part, as a boolean mask: one answer for each sample, `(n,)`, or the shape of the losses.
+        weights: How much each counts: one number for each sample, `(n,)`, or the shape of the losses. A weight of 0
+            leaves out, whatever stands there: 0 x NaN is 0.
+        empty: What to give when nothing is kept.
+
+    Returns:
+        A 0-dim tensor: sum(weight x loss) / sum(weight) over what is kept.
+
+    Raises:
+        ArgumentTypeError: The mask is not boolean, or an argument is no tensor.
+        ArgumentValueError: A mask or weights fit neither the samples nor the elements.
+
+    Gradient:
+        weight / sum(weight) to each loss kept, and to each weight kept what it adds; exactly 0 to what is left out,
+        also where its loss is NaN, and to everything when nothing is kept. What comes before `per_element` is still
+        computed: where that has a NaN of its own, use `masked_loss`, which does not compute it at all.
+
+    Example:
+        >>> per_sample = torch.tensor([0.5, 1.5, float("nan")])
+        >>> gg.losses.reduce(per_sample, keep=torch.tensor([True, True, False]))
+        tensor(1.)
+    """
+    check_tensor(per_element, name="per_element", function="losses.reduce")
+    total, amount = _sum_and_amount(per_element, keep, weights, function="losses.reduce")
+    return divided(total, amount, empty)
+
+
+def reduced(
+    per_element: torch.Tensor,
+    keep: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    reduction: Reduction,
+    *,
+    function: str,
+) -> torch.Tensor:
+    """Reduce in the way that a `reduction=` argument names.
+
+    Args:
+        per_element: The unreduced losses.
+        keep: As in `reduce`.
+        weights: As in `reduce`.
+        reduction: "mean", "sum", or "none" for the weighted losses themselves, 0 where left out.
+        function: The public function that was called, for messages.
+
+    Returns:
+        The reduced losses.
+    """
+    if reduction == "none":
+        return _weighed(per_element, keep, weights, function=function)[0]
+    total, amount = _sum_and_amount(per_element, keep, weights, function=function)
+    return divided(total, amount, 0.0) if reduction == "mean" else total
+
+
+def check_reduction(reduction: str, *, function: str) -> None:
+    """Make sure that a reduction is one that there is.
+
+    Args:
+        reduction: The argument.
+        function: The public function that was called.
+
+    Raises:
+        ArgumentValueError: It is none of them.
+    """
+    if reduction not in get_args(Reduction):
+        raise ArgumentValueError(
+            f"{function}(): `reduction` is {describe(reduction)}.",
+            why=f"there are {listed(get_args(Reduction))}.",
+            fix='reduction="mean"',
+        )
+
+
+def divided(total: torch.Tensor, amount: torch.Tensor, empty: float) -> torch.Tensor:
+    """Divide a sum by how much went into it, and give `empty` where nothing did; nobody looks at the data.
+
+    Args:
+        total: The sum.
+        amount: The number or the weight.
+        empty: What to give where the amount is 0.
+
+    Returns:
+        The mean.
+    """
+    some = amount != 0
+    return torch.where(some, total / torch.where(some, amount, 1), empty)
+
+
+def over_elements(each: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Line one value per sample up with losses that have more dimensions; leave everything else as it is.
+
+    Args:
+        each: A mask or weights.
+        elements: The losses.
+
+    Returns:
+        The same, of shape (n, 1, ...) if it was (n,).
+    """
+    if each.dim() == 1 and elements.dim() > 1 and len(each) == len(elements):
+        return each.reshape(-1, *[1] * (elements.dim() - 1))
+    return each
+
+
+def _sum_and_amount(
+    per_element: torch.Tensor, keep: torch.Tensor | None, weights: torch.Tensor | None, *, function: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if weights is None and keep is None:
+        return per_element.sum(), torch.full(
+            (), per_element.numel(), dtype=per_element.dtype, device=per_element.device
+        )
+    if weights is None:
+        mask = check_keep(over_elements(_tensor(keep), per_element), per_element, function=function)
+        amount = mask.expand(per_element.shape).sum().to(per_element.dtype)
+        return masked.sum(per_element, keep=mask), amount
+    weighed, weights_kept = _weighed(per_element, keep, weights, function=function)
+    return weighed.sum(), weights_kept.expand(per_element.shape).sum()
+
+
+def _weighed(
+    per_element: torch.Tensor, keep: torch.Tensor | None, weights: torch.Tensor | None, *, function: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give weight x loss, 0 where left out, and the weights, 0 where left out."""
+    mask = None if keep is None else check_keep(over_elements(keep, per_element), per_element, function=function)
+    if weights is None:
+        ones = torch.ones((), dtype=per_element.dtype, device=per_element.device)
+        return per_element if mask is None else torch.where(mask, per_element, 0), ones
+    each = _check_weights(over_elements(_tensor(weights), per_element), per_element, function)
+    mask = each != 0 if mask is None else mask & (each != 0)
+    # The loss is cut out before it is multiplied: 0 x NaN must not happen, neither here nor in backward.
+    each = torch.where(mask, each, 0)
+    return torch.where(mask, per_element, 0) * each, each
+
+
+def _tensor(value: torch.Tensor | None) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+
+
+def _check_weights(weights: torch.Tensor, per_element: torch.Tensor, function: str) -> torch.Tensor:
+    if weights.is_complex():
+        raise ArgumentTypeError(
+            f"{function}(): `weights` is {describe(weights)}.",
+            why="a weight says how much a loss counts.",
+            fix="weights=weights.abs()",
+        )
+    check_fits(weights, per_element, name="weights", function=function)
+    return weights.to(per_element.dtype)

@@ -1,0 +1,192 @@
+"""The robust family: values and slopes against closed forms and scipy's, and what is left out."""
+
+import math
+
+import pytest
+import scipy.special
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradgate as gg
+from gradgate import losses
+from tests.witness import REAL, witness
+
+NAN, INF = math.nan, math.inf
+
+# rho(z) for z = (r / scale)^2, as in scipy.optimize.least_squares: the loss is scale^2 / 2 x rho(z).
+RHO = {
+    "huber": lambda z: torch.where(z <= 1, z, 2 * z.sqrt() - 1),
+    "cauchy": lambda z: torch.log(1 + z),
+    "welsch": lambda z: 1 - torch.exp(-z),
+    "geman_mcclure": lambda z: z / (1 + z),
+    "tukey": lambda z: torch.where(z <= 1, (1 - (1 - z) ** 3) / 3, 1 / 3),
+    "charbonnier": lambda z: 2 * (torch.sqrt(1 + z) - 1),
+}
+SLOPE = {
+    "huber": lambda r, s: r.clamp(-s, s),
+    "cauchy": lambda r, s: r / (1 + (r / s) ** 2),
+    "welsch": lambda r, s: r * torch.exp(-((r / s) ** 2)),
+    "geman_mcclure": lambda r, s: r / (1 + (r / s) ** 2) ** 2,
+    "tukey": lambda r, s: torch.where(r.abs() <= s, r * (1 - (r / s) ** 2) ** 2, 0),
+    "charbonnier": lambda r, s: r / torch.sqrt(1 + (r / s) ** 2),
+}
+FAMILY = pytest.mark.parametrize("name", [*RHO, "barron"])
+residuals = st.lists(st.floats(-50, 50), min_size=0, max_size=8).map(lambda r: torch.tensor(r, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", RHO)
+@given(residuals, st.floats(0.1, 10))
+def test_values_and_slopes_are_the_closed_forms(name, r, scale):
+    r = r.requires_grad_()
+    ours = getattr(losses, name)(r, scale=scale, reduction="none")
+    torch.testing.assert_close(ours, scale**2 / 2 * RHO[name]((r / scale) ** 2))
+    (slope,) = torch.autograd.grad(ours.sum(), r)
+    torch.testing.assert_close(slope, SLOPE[name](r.detach(), scale))
+
+
+@given(residuals, st.floats(0.1, 10))
+def test_scipy_says_the_same(r, scale):
+    torch.testing.assert_close(
+        losses.huber(r, scale=scale, reduction="none"), torch.from_numpy(scipy.special.huber(scale, r.numpy()))
+    )
+    torch.testing.assert_close(
+        losses.charbonnier(r, scale=scale, reduction="none"),
+        torch.from_numpy(scipy.special.pseudo_huber(scale, r.numpy())),
+    )
+
+
+@pytest.mark.parametrize("loss", ["huber", "soft_l1", "cauchy"])
+def test_scipys_least_squares_finds_the_same_minimum(loss):
+    """One outlier in a line fit: the minimum of our loss is where scipy's solver stops."""
+    import numpy
+    from scipy.optimize import least_squares
+
+    x = numpy.linspace(0, 1, 12)
+    y = 2 * x + numpy.where(x > 0.9, 30.0, 0.0)
+    slope = least_squares(lambda p: p * x - y, [0.0], loss=loss, f_scale=0.5, xtol=1e-12).x[0]
+    ours = {"huber": losses.huber, "soft_l1": losses.charbonnier, "cauchy": losses.cauchy}[loss]
+    p = torch.tensor(slope, requires_grad=True)
+    ours(p * torch.from_numpy(x) - torch.from_numpy(y), scale=0.5).backward()
+    assert abs(p.grad) < 1e-5
+
+
+@FAMILY
+def test_near_zero_all_are_half_the_square(name):
+    r = torch.tensor([-1e-4, 1e-5, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(getattr(losses, name)(r, reduction="none"), r**2 / 2, rtol=1e-6, atol=0)
+
+
+@FAMILY
+def test_in_every_way_of_using_it(name):
+    loss = getattr(losses, name)
+    keep = torch.tensor([[True, False], [True, True], [False, True]])
+    r = torch.tensor([[0.3, 5.0], [-0.7, 2.0], [1.4, -3.0]], dtype=torch.float64)
+    witness(
+        lambda x, m: loss(x, keep=m),
+        lambda x, m: (loss(x, reduction="none") * m).sum() / m.sum().clamp(min=1),
+        r,
+        keep,
+        promises=REAL,
+        empty=(torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.bool)),
+    )
+
+
+@FAMILY
+@pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e38])
+def test_what_is_left_out_gets_exactly_zero_and_changes_nothing(name, garbage):
+    loss = getattr(losses, name)
+    kept = torch.tensor([0.5, -2.0], requires_grad=True)
+    expected = loss(kept)
+    (gradient,) = torch.autograd.grad(expected, kept)
+    for how in ({"keep": torch.tensor([True, False, True])}, {"weights": torch.tensor([1.0, 0.0, 1.0])}):
+        r = torch.tensor([0.5, garbage, -2.0], requires_grad=True)
+        value = loss(r, **how)
+        value.backward()
+        torch.testing.assert_close(value, expected)
+        assert r.grad[1] == 0
+        torch.testing.assert_close(r.grad[[0, 2]], gradient)
+
+
+@FAMILY
+def test_nothing_kept_and_reductions(name):
+    loss = getattr(losses, name)
+    r = torch.tensor([NAN, 1.0], requires_grad=True)
+    value = loss(r, keep=torch.tensor([False, False]))
+    value.backward()
+    assert value == 0
+    assert torch.equal(r.grad, torch.zeros(2))
+    per_element = loss(r, keep=torch.tensor([False, True]), reduction="none")
+    assert per_element[0] == 0
+    torch.testing.assert_close(loss(r, keep=torch.tensor([False, True]), reduction="sum"), per_element[1])
+
+
+@pytest.mark.parametrize("name", ["welsch", "geman_mcclure", "tukey"])
+def test_an_infinite_residual_of_a_bounded_loss_has_slope_zero(name):
+    r = torch.tensor([INF, -INF, 1e30], requires_grad=True)
+    value = getattr(losses, name)(r)
+    value.backward()
+    assert value.isfinite()
+    assert torch.equal(r.grad, torch.zeros(3))
+
+
+def test_huber_at_infinity_still_pulls_with_the_scale():
+    r = torch.tensor([INF, -INF], requires_grad=True)
+    losses.huber(r, scale=2.0, reduction="sum").backward()
+    assert torch.equal(r.grad, torch.tensor([2.0, -2.0]))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "member"),
+    [
+        (2.0, lambda r: r**2 / 2),
+        (1.0, losses.charbonnier),
+        (0.0, lambda r, reduction: losses.cauchy(r, scale=math.sqrt(2), reduction=reduction)),
+        (-2.0, lambda r, reduction: losses.geman_mcclure(r, scale=2.0, reduction=reduction)),
+        (-INF, lambda r, reduction: losses.welsch(r, scale=math.sqrt(2), reduction=reduction)),
+    ],
+)
+def test_the_members_of_barrons_family(alpha, member):
+    r = torch.linspace(-3, 3, 13, dtype=torch.float64)
+    expected = member(r) if alpha == 2 else member(r, reduction="none")
+    close = {"rtol": 2e-2, "atol": 1e-6} if alpha == 2 else {}
+    torch.testing.assert_close(losses.barron(r, alpha=alpha, reduction="none"), expected, **close)
+
+
+@pytest.mark.parametrize("alpha", [-1.5, 0.0, 1e-7, 0.5, 1.0, 1.9, 3.0])
+def test_alpha_and_scale_learn(alpha):
+    inputs = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.7, alpha, 1.3)]
+    assert torch.autograd.gradcheck(lambda r, a, s: losses.barron(r, alpha=a, scale=s), inputs)
+    assert torch.autograd.gradgradcheck(lambda r, a, s: losses.barron(r, alpha=a, scale=s), inputs)
+
+
+def test_alpha_at_two_has_a_finite_slope():
+    alpha = torch.tensor(2.0, requires_grad=True)
+    losses.barron(torch.tensor([0.0, 1.0, 1e4]), alpha=alpha).backward()
+    assert alpha.grad.isfinite()
+
+
+def test_a_scale_that_is_a_tensor_learns_in_each():
+    for name in RHO:
+        scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+        r = torch.tensor([0.4, 3.0], dtype=torch.float64)
+        assert torch.autograd.gradcheck(lambda s, name=name, r=r: getattr(losses, name)(r, scale=s), (scale,))
+
+
+def test_robust_weights_are_how_much_a_residual_counts():
+    r = torch.tensor([0.0, 0.5, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(
+        losses.robust_weights(losses.huber, r), torch.tensor([1.0, 1.0, 0.25], dtype=torch.float64)
+    )
+    torch.testing.assert_close(losses.robust_weights(losses.cauchy, r, scale=2.0), 1 / (1 + (r / 2) ** 2))
+    assert not losses.robust_weights(losses.tukey, r.requires_grad_()).requires_grad
+
+
+def test_wrong_arguments():
+    r = torch.ones(3)
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`scale` is the float 0.0.*scale=1.0"):
+        losses.huber(r, scale=0.0)
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`reduction` is the str 'avg'.*mean, sum, none"):
+        losses.cauchy(r, reduction="avg")
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`alpha` is inf.*alpha=2.0"):
+        losses.barron(r, alpha=INF)
