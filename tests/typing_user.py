@@ -10,3 +10,18 @@ row: int | None = incident.row
 edited: torch.Tensor = gg.at(torch.zeros(3))[0, ..., None].set(1.0, mode="drop")
 chosen: torch.Tensor = gg.at(torch.zeros(3))[[0, 1]].get(fill_value=0)
 state: dict[str, torch.Tensor] = gg.at(torch.nn.Linear(2, 1), "weight")[0].apply(torch.relu)
+
+
+class NamesOfFiles(torch.utils.data.Dataset[str]):
+    def __getitem__(self, index: int) -> str:
+        return f"img_{index}.png"
+
+    def __len__(self) -> int:
+        return 3
+
+
+ledger: gg.Ledger = gg.Ledger("run.ledger", payload=True, run="night", arguments={"lr": 0.1})
+bad: set[str] = ledger.bad_ids(min_count=2, cause="exception")
+recent: list[gg.Incident] = ledger.incidents(stage="load", since="2h", limit=10)
+kept: torch.utils.data.Subset[str] = gg.without(NamesOfFiles(), ledger)
+verdict: str = gg.replay(ledger, "5e65948f", lambda batch: torch.zeros(())).verdict

@@ -75,3 +75,9 @@ def test_a_question_without_an_end_is_stopped(ledger):
     with pytest.raises(LedgerError, match=r"interrupted(.|\n)*took longer than it may"):
         ledger.sql("WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n", seconds=0.1)
     assert time.monotonic() - start < 5
+
+
+def test_a_nan_loss_is_a_text_in_sql(ledger):
+    ledger.record(incident("nan", loss=float("nan")))
+    answer = ledger.sql("SELECT sample_id FROM incidents WHERE loss = 'nan' OR loss > 1e9")
+    assert answer.rows == [("nan",)]
