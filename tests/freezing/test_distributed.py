@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradgate as gg
-from gradgate.errors import ArgumentValueError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, FrozenMovedError
 
 pytestmark = pytest.mark.distributed
 
@@ -124,6 +126,28 @@ def rows_before_and_after_the_wrap(rank):
     trained(wrapped, rank)
 
 
+def sharded(rank):
+    """FSDP2: parameters in shards; each process proves its own part. What was held before the sharding is replaced."""
+    model = network()
+    before = gg.freeze(model, "0.*")
+    for part in (*model, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(FrozenMovedError, match="another tensor was put in its place"):
+        before.verify()
+    handle = gg.freeze(model, "0.*")
+    start = model[0].weight.full_tensor().detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+    handle.verify()
+    assert torch.equal(model[0].weight.full_tensor(), start)
+    assert model[1].weight.grad is not None
+    with pytest.raises(ArgumentTypeError, match="sharded and quantised ones"):
+        gg.pin(model[1].weight, rows=[0])
+
+
 STORIES = [
     frozen_after_the_wrap,
     clipping_after_the_wrap,
@@ -132,6 +156,7 @@ STORIES = [
     thawed_after_the_wrap,
     scheduled,
     rows_before_and_after_the_wrap,
+    sharded,
 ]
 
 

@@ -33,6 +33,7 @@ CASES = [
     (lambda: gg.freeze(PARAMETER), ArgumentTypeError, r"freeze\(\): `model` is a float32 tensor"),
     (lambda: gg.freeze(NET, statistics="yes"), ArgumentTypeError, "`statistics` is the str 'yes'"),
     (lambda: gg.freeze(nn.Sequential(nn.LazyLinear(2))), ArgumentValueError, r"0\.weight, 0\.bias has no values yet"),
+    (lambda: gg.freeze(nn.Linear(2, 2, device="meta")), ArgumentValueError, "weight, bias has no values yet"),
     (lambda: gg.train_only(NET), ArgumentValueError, r"train_only\(\): nothing is named that should learn"),
     (lambda: gg.train_only(NET, "haed.*"), NothingMatchedError, r"train_only\(\): 'haed\.\*' matches no parameter"),
     (lambda: gg.freezing.thaw(NET, "haed.*"), NothingMatchedError, r"thaw\(\): 'haed\.\*' matches no parameter"),

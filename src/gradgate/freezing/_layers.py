@@ -20,6 +20,7 @@ from gradgate.freezing._regions import Everything
 from gradgate.freezing._selection import (
     Selector,
     bare,
+    local_part,
     named_modules,
     named_parameters,
     overlapping,
@@ -121,7 +122,7 @@ class FreezeHandle:
         for name, module in self._modules.items():
             buffers = dict(module.named_buffers(recurse=False))
             found |= {f"{name}.{buffer}".lstrip("."): buffers[buffer] for buffer in statistics_of(module)}
-        return found
+        return {name: local_part(tensor) for name, tensor in found.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -238,11 +239,11 @@ def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: 
         The handle.
     """
     known = named_parameters(model)
-    if lazy := [name for name in names if is_lazy(known[name])]:
+    if empty := [name for name in names if is_lazy(known[name]) or known[name].is_meta]:
         raise ArgumentValueError(
-            f"freeze(): {listed(lazy)} has no values yet.",
-            why="a lazy module makes its parameters at the first forward.",
-            fix="model(example_batch)   # once, before the freeze",
+            f"freeze(): {listed(empty)} has no values yet.",
+            why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
+            fix="model(example_batch)   # or model.to_empty(device=...) and load_state_dict, before the freeze",
         )
     chosen = set(names) | set(overlapping([known[name] for name in names], known))
     names = [name for name in known if name in chosen]

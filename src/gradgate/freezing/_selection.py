@@ -14,7 +14,17 @@ from gradgate._names import describe, listed, nearest
 from gradgate._torch_compat import without_compiled_wrappers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 
-__all__ = ["Selector", "bare", "named_modules", "named_parameters", "overlapping", "select", "with_parents", "wording"]
+__all__ = [
+    "Selector",
+    "bare",
+    "local_part",
+    "named_modules",
+    "named_parameters",
+    "overlapping",
+    "select",
+    "with_parents",
+    "wording",
+]
 
 Selector = str | re.Pattern[str] | nn.Module | torch.Tensor | Callable[[str, nn.Parameter], bool]
 
@@ -94,21 +104,29 @@ def overlapping(chosen: Sequence[nn.Parameter], known: dict[str, nn.Parameter]) 
     ids = {id(parameter) for parameter in chosen}
     taken: dict[int, list[tuple[int, int]]] = {}
     for parameter in chosen:
-        taken.setdefault(parameter.untyped_storage().data_ptr(), []).append(_extent(parameter))
+        storage, start, stop = _memory(parameter)
+        taken.setdefault(storage, []).append((start, stop))
     return [
         name
         for name, parameter in known.items()
         if id(parameter) not in ids and parameter.numel()
-        for start, stop in [_extent(parameter)]
-        if any(a < stop and start < b for a, b in taken.get(parameter.untyped_storage().data_ptr(), ()))
+        for storage, start, stop in [_memory(parameter)]
+        if any(a < stop and start < b for a, b in taken.get(storage, ()))
     ]
 
 
-def _extent(parameter: torch.Tensor) -> tuple[int, int]:
-    """Give the first byte of a tensor's memory and the one after its last."""
-    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    start = int(parameter.storage_offset()) * parameter.element_size()
-    return start, start + (reach + 1) * parameter.element_size() if parameter.numel() else start
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the part of a sharded tensor (FSDP2) that this process has; of others, all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _memory(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Give the storage of a tensor, its first byte there, and the one after its last."""
+    part = local_part(parameter)
+    reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    start = int(part.storage_offset()) * part.element_size()
+    stop = start + (reach + 1) * part.element_size() if part.numel() else start
+    return part.untyped_storage().data_ptr(), start, stop
 
 
 def wording(selector: Selector) -> str:

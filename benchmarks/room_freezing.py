@@ -1,0 +1,125 @@
+"""What freezing costs: a pinned table, a few rows of a large one, half a frozen model, and the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import gradgate as gg
+from benchmarks.harness import Candidate, Row
+
+TABLE = (50_000, 768)
+IDS = torch.randint(0, TABLE[0], (16, 128), generator=torch.Generator().manual_seed(0))
+
+
+def stepping(embedding: nn.Embedding) -> Candidate:
+    """One training step as users write it: zero_grad, forward, backward, AdamW."""
+    optimizer = torch.optim.AdamW(embedding.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        embedding(IDS).sum().backward()
+        optimizer.step()
+
+    step()
+    return step
+
+
+def pinned(share: float, by: str) -> dict[str, Candidate]:
+    """A table with a share of it pinned, against the plain one."""
+    plain, ours = nn.Embedding(*TABLE), nn.Embedding(*TABLE)
+    if by == "rows":
+        gg.pin(ours.weight, rows=torch.randperm(TABLE[0])[: int(share * TABLE[0])])
+    else:
+        gg.pin(ours.weight, frozen=torch.rand(TABLE) < share)
+    return {"plain": stepping(plain), "pin": stepping(ours)}
+
+
+def hooked() -> dict[str, Candidate]:
+    """Half of the rows pinned, against the recipe that users write, which does not hold the values."""
+    ours, theirs = nn.Embedding(*TABLE), nn.Embedding(*TABLE)
+    half = torch.arange(TABLE[0]) % 2 == 0
+    gg.pin(ours.weight, rows=half.nonzero().squeeze(1))
+    keep = (~half).float().unsqueeze(1)
+    theirs.weight.register_hook(lambda gradient: gradient * keep)
+    step, start = stepping(theirs), theirs.weight.detach().clone()
+
+    def restored() -> None:
+        step()
+        with torch.no_grad():
+            theirs.weight.copy_(torch.where(half[:, None], start, theirs.weight))
+
+    return {"hook and torch.where": restored, "pin": stepping(ours)}
+
+
+def rows() -> dict[str, Candidate]:
+    """Ten rows of the table learn, against the whole table."""
+    plain, ours = nn.Embedding(*TABLE), nn.Embedding(*TABLE)
+    gg.train_rows(ours, rows=range(10))
+    return {"plain": stepping(plain), "train_rows": stepping(ours)}
+
+
+def deep(freeze_by: str) -> Candidate:
+    """A stack of layers of which the first half is frozen: by us, by hand, or not at all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(40)])
+    first_half = [f"{number}.*" for number in range(20)]
+    if freeze_by == "gg.freeze":
+        gg.freeze(model, *first_half)
+    elif freeze_by == "requires_grad_(False)":
+        model[:20].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(64, 64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    step()
+    return step
+
+
+def halves() -> dict[str, Candidate]:
+    """Half a model frozen, against the same by hand."""
+    return {name: deep(name) for name in ("requires_grad_(False)", "gg.freeze", "nothing frozen")}
+
+
+def proving() -> dict[str, Candidate]:
+    """verify() of the table, against comparing it with a copy."""
+    table = nn.Embedding(*TABLE)
+    handle = gg.freeze(table)
+    kept = table.weight.detach().clone()
+    return {
+        "torch.equal with a copy": lambda: torch.equal(table.weight, kept),
+        "verify": handle.verify,
+    }
+
+
+def of_table(what: str, candidates: Callable[[], dict[str, Candidate]], ours: str, at_most: float | None) -> Row:
+    """A row about one step of the large table."""
+    base = "hook and torch.where" if candidates is hooked else "plain"
+    return Row("freezing", f"AdamW step, 50,000 x 768, {what}", candidates, ours, base, at_most=at_most, rounds=11)
+
+
+ROWS = [
+    of_table("1 % of the rows pinned", lambda: pinned(0.01, "rows"), "pin", 1.10),
+    of_table("half of the rows pinned", lambda: pinned(0.5, "rows"), "pin", 1.10),
+    of_table("99 % of the rows pinned", lambda: pinned(0.99, "rows"), "pin", 1.10),
+    of_table("one element in 1,000 pinned", lambda: pinned(0.001, "elements"), "pin", 1.10),
+    of_table("a random half of the elements pinned", lambda: pinned(0.5, "elements"), "pin", None),
+    of_table("half of the rows pinned, against a hook and where", hooked, "pin", 1.0),
+    of_table("10 rows learn", rows, "train_rows", 0.05),
+    Row(
+        "freezing",
+        "AdamW step, half of 40 layers frozen",
+        halves,
+        "gg.freeze",
+        "requires_grad_(False)",
+        at_most=1.02,
+        rounds=60,
+    ),
+    Row("freezing", "prove that 50,000 x 768 did not move", proving, "verify", "torch.equal with a copy"),
+]
