@@ -9,7 +9,7 @@ import torch
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["check_fits", "check_keep", "check_tensor"]
+__all__ = ["check_fits", "check_keep", "check_module", "check_tensor"]
 
 
 def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
@@ -32,6 +32,29 @@ def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
         f"{function}(): `{name}` is {describe(value)}.",
         why="it works on a torch.Tensor, so that autograd can follow it.",
         fix=f"{function}(torch.as_tensor({name}), ...)",
+    )
+
+
+def check_module(value: Any, *, name: str, function: str) -> torch.nn.Module:
+    """Make sure that an argument is a module.
+
+    Args:
+        value: The argument.
+        name: Its name in the signature.
+        function: The public function that was called.
+
+    Returns:
+        The argument itself.
+
+    Raises:
+        ArgumentTypeError: It is not a module.
+    """
+    if isinstance(value, torch.nn.Module):
+        return value
+    raise ArgumentTypeError(
+        f"{function}(): `{name}` is {describe(value)}.",
+        why="its parameters are asked for by name, so it has to be a torch.nn.Module.",
+        fix=f"{function}(..., {name}=model)",
     )
 
 
@@ -99,9 +122,12 @@ def check_fits(tensor: torch.Tensor, x: torch.Tensor, *, name: str, function: st
 
 
 def _broadcasts_to(small: torch.Size, large: torch.Size) -> bool:
-    if len(small) > len(large):
-        return False
-    return all(a in (1, b) for a, b in zip(reversed(small), reversed(large), strict=False))
+    missing = len(large) - len(small)
+    return missing >= 0 and all(map(_is_one_or, small, large[missing:]))
+
+
+def _is_one_or(small: int, large: int) -> bool:
+    return small in (1, large)
 
 
 def _shape_fix(keep: torch.Tensor, x: torch.Tensor, name: str) -> str:

@@ -25,12 +25,14 @@ __all__ = [
     "buffers_of",
     "copy_tensors",
     "current_node",
+    "enter_mode",
     "find_non_finite",
     "function_class_of",
     "has_data",
     "innermost_call",
     "inside_forward_mode",
     "inside_functorch",
+    "is_compiled",
     "is_compiling",
     "is_traced",
     "latest_node_number",
@@ -183,6 +185,18 @@ def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
     return inner if inner is not None else module
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether a module, as such, was compiled: wrapped by torch.compile or by its own `compile()`.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether it was.
+    """
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
 def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors in one call; half the time of a loop.
 
@@ -255,7 +269,7 @@ _MODULE_CALL = torch.nn.Module._call_impl.__code__
 # --- what the doctor's tracer asks ---------------------------------------------------------------------------------
 
 
-class DispatchMode(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that sees every operation; it runs while nothing is compiled, and so without Dynamo's wrapper."""
 
     @classmethod
@@ -331,6 +345,24 @@ def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 found[name.removeprefix("_saved_")] = value
     return found
+
+
+def enter_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
+    """Put a mode in force in this thread.
+
+    Args:
+        mode: A mode.
+    """
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def leave_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
+    """Take a mode that is on top out of force.
+
+    Args:
+        mode: A mode.
+    """
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:

@@ -1,0 +1,185 @@
+"""Backward passes: what they started from, which nodes they walk, and where a gradient went bad or became zero.
+
+Each node is given a hook that sees what came in and what went out. That costs less than seeing every operation of
+backward, and it says more: a node whose incoming gradient is finite and whose outgoing one is not is where it was
+born, whatever it computed inside.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradgate._torch_compat import current_node, function_class_of, node_number, saved_tensors_of, undispatched
+from gradgate.doctor._looking import bad_kind, bad_rows, inputs_at, is_all_zero, total
+from gradgate.doctor._trace import Backward, BadValue, ZeroGradient
+
+if TYPE_CHECKING:
+    from gradgate.doctor._tracer import Tracer
+
+__all__ = ["run_backward", "start_late"]
+
+# Nodes that only pass on what they are given, in another shape or place: nothing is born in them.
+_CARRIERS = (
+    *("AccumulateGrad", "TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "UnsqueezeBackward"),
+    *(
+        "SqueezeBackward",
+        "ReshapeAliasBackward",
+        "UnsafeViewBackward",
+        "AliasBackward",
+        "CloneBackward",
+        "ExpandBackward",
+    ),
+)
+
+_AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
+
+
+def run_backward(
+    tracer: Tracer,
+    tensors: list[torch.Tensor],
+    inputs: tuple[int, ...] | None,
+    run: Callable[[], Any],
+    options: dict[str, Any],
+) -> Any:
+    """Run a backward pass and write it down.
+
+    Args:
+        tracer: Who traces.
+        tensors: What it starts from.
+        inputs: `id`s of the tensors that gradients were asked for; None for `backward`.
+        run: Runs it.
+        options: The keyword arguments of the call.
+
+    Returns:
+        What it gives.
+    """
+    backward = _start(tracer, tensors, inputs)
+    handles = _hook_nodes(tracer, backward, tensors)
+    # The operations of backward need not be seen, unless they make a graph of their own.
+    hidden = not options.get("create_graph") and tracer.can_hide()
+    if hidden:
+        tracer.hide()
+    try:
+        return run()
+    finally:
+        backward.running = False
+        if hidden:
+            tracer.show()
+        if options.get("retain_graph") or options.get("create_graph"):
+            for handle in handles:
+                handle.remove()
+
+
+def start_late(tracer: Tracer) -> None:
+    """Write down a backward pass that was started by `torch.autograd.backward`, which no mode sees.
+
+    Args:
+        tracer: Who traces.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _AUTOGRAD_BACKWARD:
+        frame = frame.f_back
+    given = frame.f_locals.get("tensors", ()) if frame is not None else ()
+    tensors = [given] if isinstance(given, torch.Tensor) else [x for x in given if isinstance(x, torch.Tensor)]
+    _hook_nodes(tracer, _start(tracer, tensors, None), tensors)
+
+
+def _start(tracer: Tracer, tensors: list[torch.Tensor], inputs: tuple[int, ...] | None) -> Backward:
+    codes: list[int] = []
+    for tensor in tensors:
+        tracer.values.read(tensor, codes)
+    trace = tracer.trace
+    with undispatched():
+        numbers = [total(t.detach()) for t in tensors if t.numel() and t.is_floating_point()]
+        # Gradients that were there before may be those of the same accumulation, but not across a step.
+        steps = [step.backwards for step in trace.optimizer_steps]
+        dirty = _dirty(tracer) if len(trace.backwards) in (0, *steps) else frozenset()
+    loss = float(sum(x.real for x in numbers)) if numbers else None
+    backward = Backward(tuple(codes), tracer.here(), len(trace.ops), loss, inputs=inputs, dirty=dirty)
+    trace.backwards.append(backward)
+    return backward
+
+
+def _dirty(tracer: Tracer) -> frozenset[int]:
+    """Find the parameters that hold a gradient before backward has begun."""
+    leaves = [root.tensor for root in tracer.trace.roots.values() if root.leaf and root.requires_grad]
+    return frozenset(
+        id(x)
+        for x in leaves
+        if x is not None and x.grad is not None and not x.grad.is_sparse and not is_all_zero(x.grad)
+    )
+
+
+def _nodes_below(tensors: list[torch.Tensor]) -> Iterator[Any]:
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _hook_nodes(tracer: Tracer, backward: Backward, tensors: list[torch.Tensor]) -> list[Any]:
+    handles = []
+    numbers = set()
+    for node in _nodes_below(tensors):
+        name = node.name()
+        number = node_number(node)
+        numbers.add(number)
+        function = function_class_of(node)
+        if function is not None:
+            backward.functions[number] = function
+        if not name.startswith(_CARRIERS):
+            handles.append(node.register_hook(_Look(tracer, number, name)))
+    backward.nodes = frozenset(numbers)
+    return handles
+
+
+class _Look:
+    """The hook of one node."""
+
+    __slots__ = ("name", "number", "tracer")
+
+    def __init__(self, tracer: Tracer, number: int, name: str) -> None:
+        self.tracer = tracer
+        self.number = number
+        self.name = name
+
+    def __call__(self, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
+        with undispatched():
+            for tensor in outgoing:
+                if tensor is None or tensor.is_sparse or not tensor.is_floating_point() or not tensor.numel():
+                    continue
+                amount = total(tensor)
+                if amount - amount != 0:
+                    self._maybe_bad(tensor, incoming)
+                elif amount == 0:
+                    self._maybe_zero(tensor, incoming)
+
+    def _maybe_bad(self, tensor: torch.Tensor, incoming: tuple[Any, ...]) -> None:
+        kind = bad_kind(tensor)
+        before = {bad_kind(x) for x in incoming if x is not None and not x.is_sparse}
+        if kind is None or "nan" in before or kind in before:
+            return
+        trace = self.tracer.trace
+        op = trace.op_number_of_node.get(self.number, -1)
+        saved = saved_tensors_of(current_node())
+        source = next((value for x in saved.values() if (value := self.tracer.births.value_in(x)) >= 0), -1)
+        detail = inputs_at(tensor, list(saved.values()))
+        rows, shape = bad_rows(tensor), tuple(tensor.shape)
+        trace.bad.append(
+            BadValue(kind, "backward", op, -1, rows, shape, detail, node_name=self.name, from_value=source)
+        )
+
+    def _maybe_zero(self, tensor: torch.Tensor, incoming: tuple[Any, ...]) -> None:
+        if is_all_zero(tensor) and not all(x is None or x.is_sparse or is_all_zero(x) for x in incoming):
+            trace = self.tracer.trace
+            trace.zeros.append(ZeroGradient(trace.op_number_of_node.get(self.number, -1), self.name))

@@ -1,0 +1,152 @@
+"""Where NaN and infinities are born in forward: a look at every result, cheap while all is well.
+
+A sum shows both. A tensor that is bad is remembered by its memory, so that the next one that only inherits it is not
+accused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from gradgate.doctor._looking import bad_kind, bad_rows, has_infinite_argument, inputs_at, total
+from gradgate.doctor._memory import region_of
+from gradgate.doctor._operators import Operator
+from gradgate.doctor._trace import BadValue
+
+if TYPE_CHECKING:
+    from gradgate.doctor._tracer import Tracer
+
+__all__ = ["Births"]
+
+
+class Mark(NamedTuple):
+    """What is known of a piece of memory: "nan" or "inf", and which value it holds."""
+
+    kind: str
+    value: int
+
+
+def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple)):
+        for item in thing:
+            if isinstance(item, torch.Tensor):
+                yield item
+
+
+class Births:
+    """Looks at results.
+
+    Args:
+        tracer: Whose trace it writes to.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+        self._marks: dict[int, Mark] = {}
+
+    def forget(self) -> None:
+        """Begin a new trace."""
+        self._marks.clear()
+
+    def value_in(self, tensor: torch.Tensor) -> int:
+        """Give the bad value that a tensor holds.
+
+        Args:
+            tensor: Any tensor.
+
+        Returns:
+            The value, or -1 where none is known.
+        """
+        mark = self._marks.get(region_of(tensor).storage)
+        return mark.value if mark is not None else -1
+
+    def marks(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Mark | None]:
+        """Give what is known of the tensors that an operator is about to write to.
+
+        Args:
+            operator: The operator.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            One mark or None for each.
+        """
+        if not self._marks:
+            return []
+        return [self._marks.get(region_of(target).storage) for target in operator.targets(args, kwargs)]
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def look(
+        self,
+        operator: Operator,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        codes: list[int],
+        result: Any,
+        outputs: list[int],
+        before: list[Mark | None] | None,
+    ) -> None:
+        """Look at what an operation of the forward pass gave.
+
+        Args:
+            operator: The operator.
+            number: Its number in the trace.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            inputs: The tensors among them.
+            codes: Their values.
+            result: What it gave.
+            outputs: Its values.
+            before: What was known of the memory that it wrote to.
+        """
+        targets = operator.targets(args, kwargs) if before is not None else _tensors(result)
+        for tensor, value in zip(targets, outputs, strict=False):
+            if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_sparse or tensor.is_meta:
+                continue
+            amount = total(tensor)
+            storage = tensor.untyped_storage().data_ptr()
+            if amount - amount == 0:
+                if self._marks and before is None:
+                    self._marks.pop(storage, None)
+                continue
+            kind = bad_kind(tensor)
+            if kind is None:  # only the sum overflowed
+                continue
+            inherited = self._inherited(kind, inputs, codes, before, number)
+            if not inherited:
+                deliberate = kind == "inf" and has_infinite_argument(args, kwargs)
+                readable = [x for x in inputs if before is None]
+                detail = inputs_at(tensor, readable) if not deliberate else ""
+                rows = bad_rows(tensor)
+                self.tracer.trace.bad.append(
+                    BadValue(kind, "forward", number, value, rows, tuple(tensor.shape), detail, deliberate=deliberate)
+                )
+            self._marks[storage] = Mark(kind, value)
+
+    def _inherited(
+        self, kind: str, inputs: list[torch.Tensor], codes: list[int], before: list[Mark | None] | None, number: int
+    ) -> bool:
+        """Tell whether an input had the same trouble already; note what came in from outside."""
+        kinds = {mark.kind for mark in before or () if mark is not None}
+        trace = self.tracer.trace
+        for tensor in inputs if before is None else inputs[len(before or [None]) :]:
+            mark = self._marks.get(region_of(tensor).storage)
+            found = bad_kind(tensor)
+            if found is None:
+                continue
+            kinds.add(found)
+            value = self.tracer.values.of(tensor)
+            if mark is None and value in trace.roots:
+                rows, shape = bad_rows(tensor), tuple(tensor.shape)
+                trace.bad.append(BadValue(found, "arrived", number, value, rows, shape, ""))
+            if mark is None:
+                self._marks[region_of(tensor).storage] = Mark(found, value)
+        return kind in kinds or "nan" in kinds

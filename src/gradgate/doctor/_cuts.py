@@ -1,0 +1,370 @@
+"""Parameters without a gradient: frozen, unused, or cut off, and then by which line."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+from gradgate._names import listed
+from gradgate.doctor._case import Case, finding_at, module_of_names, place
+from gradgate.doctor._places import Place
+from gradgate.doctor._source import Line, region_header
+from gradgate.doctor._trace import Escape, Op
+from gradgate.records import Finding, Severity
+
+Cut = tuple[str, Place | Line | None, Place | None]
+
+__all__ = ["explain_parameters", "find_cuts", "find_loss_without_graph"]
+
+_COMPARISONS = {
+    "gt",
+    "ge",
+    "lt",
+    "le",
+    "eq",
+    "ne",
+    "isnan",
+    "isfinite",
+    "isinf",
+    "logical_and",
+    "logical_or",
+    "logical_not",
+}
+_PLACES = {"argmax", "argmin", "argsort", "nonzero", "bucketize", "searchsorted", "bincount", "histc", "multinomial"}
+
+# How a value leaves autograd, why that is so, and what to write instead.
+_WAYS: dict[str, tuple[str, str]] = {
+    "detach": ("`.detach()` gives the value without its history.", "h = h          # without .detach()"),
+    "data": (
+        "`.data` gives the value without its history, and lets writes pass unnoticed.",
+        "h = h          # without .data",
+    ),
+    "torch.tensor": (
+        "`torch.tensor(x)` copies the value into a new leaf; its history is not copied.",
+        "h = x          # or x.clone(); a list of tensors: torch.stack(list_of_tensors)",
+    ),
+    "item": (
+        "`.item()` gives a Python number; autograd ends there.",
+        "loss = loss + value     # keep the tensor; .item() is for logs",
+    ),
+    "float": (
+        "`float(x)` gives a Python number; autograd ends there.",
+        "loss = loss + value     # keep the tensor; float() is for logs",
+    ),
+    "int": ("`int(x)` gives a Python number; autograd ends there.", "keep the tensor; an index has no gradient"),
+    "tolist": (
+        "`.tolist()` gives Python numbers; autograd ends there.",
+        "keep the tensor; torch.stack(list_of_tensors) joins tensors",
+    ),
+    "numpy": (
+        "NumPy knows nothing of autograd; the way through it ends the history.",
+        "torch has the same function; or write a torch.autograd.Function",
+    ),
+    "no_grad": (
+        "nothing is recorded inside this block, so what is computed there has no history.",
+        "with torch.enable_grad():     # around what has to learn, or take it out of the block",
+    ),
+    "inference_mode": (
+        "nothing is recorded inside inference mode, so what is computed there has no history.",
+        "compute what has to learn outside of torch.inference_mode()",
+    ),
+    "off": (
+        "recording was switched off before this step began, and nobody switched it on again.",
+        "torch.set_grad_enabled(True)",
+    ),
+    "checkpoint": (
+        "a re-entrant checkpoint records only if one of its inputs requires grad, and none does.",
+        "checkpoint(fn, x, use_reentrant=False)",
+    ),
+    "function": (
+        "inside an autograd Function nothing is recorded, and its result was not connected.",
+        "return the result itself from forward(), and do not mark it as non-differentiable",
+    ),
+    "argmax": (
+        "the place of a value is a whole number: small changes of the value do not move it, so it has no gradient.",
+        "p = torch.softmax(scores, dim=-1)     # soft choice; gg.straight_through(hard, soft) keeps the hard value",
+    ),
+    "comparison": (
+        "a comparison answers yes or no; it has no gradient.",
+        "gg.straight_through((x > 0).float(), torch.sigmoid(x))     # hard value, soft gradient",
+    ),
+    "integer": (
+        "whole numbers have no gradient.",
+        "keep x a float; gg.straight_through(x.round(), x) rounds and keeps the gradient",
+    ),
+    "operator": ("this operation has no derivative.", "use an operation that has one, or a torch.autograd.Function"),
+}
+
+
+def find_cuts(case: Case) -> Iterator[Finding]:
+    """Explain every parameter that ought to learn and got no gradient.
+
+    Args:
+        case: The step.
+
+    Yields:
+        One finding for each line that cuts, and for what is unused or frozen.
+    """
+    if not case.trace.backwards or case.exception is not None:
+        return
+    yield from _frozen(case)
+    lost = {name: p for name, p in case.parameters.items() if p.requires_grad and _is_lost(case, p)}
+    yield from explain_parameters(case, lost)
+
+
+def find_loss_without_graph(case: Case) -> Iterator[Finding]:
+    """Explain "element 0 of tensors does not require grad": where the whole loss lost its graph.
+
+    Args:
+        case: The step.
+
+    Yields:
+        The finding, and those of the lines that cut.
+    """
+    message = str(case.exception)
+    if "does not require grad and does not have a grad_fn" not in message or not case.trace.backwards:
+        return
+    learners = {name: p for name, p in case.parameters.items() if p.requires_grad}
+    causes = list(explain_parameters(case, learners))
+    cuts = [cause for cause in causes if cause.code == "GG101"]
+    backward = place(case.trace.backwards[-1].spot)
+    if cuts:
+        first = cuts[0]
+        yield Finding(
+            code="GG201",
+            severity="error",
+            title="the loss is not connected to any parameter: element 0 of tensors does not require grad",
+            where=first.where,
+            source=first.source,
+            module=first.module,
+            reason=f"Every way from the parameters to the loss is cut. Here: {first.reason}",
+            fix=first.fix,
+            also=(*((backward.text,) if backward else ()), *(cut.where for cut in cuts[1:] if cut.where)),
+        )
+        return
+    frozen = case.parameters and not learners
+    yield finding_at(
+        backward,
+        "GG201",
+        "error",
+        "the loss is not connected to any parameter: element 0 of tensors does not require grad",
+        reason="All parameters are frozen (requires_grad is False)."
+        if frozen
+        else "No tensor that requires grad takes part in the loss.",
+        fix="model.requires_grad_(True)"
+        if frozen
+        else "loss = loss_fn(model(x), y)     # computed from the model's output",
+    )
+
+
+def _is_lost(case: Case, parameter: torch.Tensor) -> bool:
+    asked = [backward.inputs for backward in case.trace.backwards]
+    if asked and all(inputs is not None for inputs in asked):
+        # Only torch.autograd.grad was called: what was asked for and not given.
+        return any(id(parameter) in backward.missing for backward in case.trace.backwards)
+    gradient = case.gradient(parameter)
+    if gradient.present and gradient.zero:
+        # zero_grad(set_to_none=False) leaves zeros where no gradient arrives.
+        return not case.flow.is_connected(case.values_of.get(id(parameter), []))
+    return not gradient.present
+
+
+def _frozen(case: Case) -> Iterator[Finding]:
+    frozen = [name for name, p in case.parameters.items() if not p.requires_grad]
+    if not frozen:
+        return
+    switched = {e.value: e for e in case.trace.escapes if e.kind in ("requires_grad_", "requires_grad")}
+    here = [switched[v] for n in frozen for v in case.values_of.get(id(case.parameters[n]), []) if v in switched]
+    everything = len(frozen) == len(case.parameters)
+    yield finding_at(
+        place(here[0].spot) if here else None,
+        "GG104",
+        "error" if everything else "warning" if here else "info",
+        f"{'all parameters are' if everything else listed(frozen, 4) + (' is' if len(frozen) == 1 else ' are')} frozen",
+        reason="requires_grad is False, so no gradient is computed for it."
+        + (" It was switched off here, during the step." if here else ""),
+        fix="parameter.requires_grad_(True)     # if it ought to learn",
+        module=module_of_names(frozen),
+    )
+
+
+def explain_parameters(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Finding]:
+    """Say why parameters get no gradient.
+
+    Args:
+        case: The step.
+        lost: The parameters, by name.
+
+    Yields:
+        One finding for each cause.
+    """
+    by_cut: defaultdict[Cut, list[str]] = defaultdict(list)
+    by_escape: defaultdict[Escape, list[str]] = defaultdict(list)
+    unused, aside, refused = [], [], []
+    for name, parameter in lost.items():
+        values = case.values_of.get(id(parameter), [])
+        cuts = case.flow.cuts(values)
+        if not values or not any(case.flow.readers.get(value) for value in values):
+            unused.append(name)
+        elif cuts:
+            for number in cuts:
+                by_cut[_cut_of(case, case.trace.ops[number])].append(name)
+        elif case.flow.reaches_loss(values):
+            refused.append(name)
+        elif (escape := _escape_of(case, values)) is not None:
+            by_escape[escape].append(name)
+        else:
+            aside.append(name)
+    yield from _told(case, by_cut, by_escape)
+    yield from _refused_by_function(case, refused)
+    if aside:
+        yield _aside(case, aside)
+    if unused:
+        yield finding_at(
+            None,
+            "GG102",
+            "warning",
+            f"{listed(unused, 4)} {'is' if len(unused) == 1 else 'are'} not used in this step",
+            reason="No operation of the step reads it, so it gets no gradient and does not learn.",
+            fix="use it in forward(), or take it out of the model: gg.freeze(model, "
+            + ", ".join(repr(name) for name in unused[:2])
+            + ")",
+            module=module_of_names(unused),
+        )
+
+
+def _severity(case: Case) -> Severity:
+    return "error" if case.known_model else "warning"
+
+
+def _told(
+    case: Case,
+    by_cut: dict[Cut, list[str]],
+    by_escape: dict[Escape, list[str]],
+) -> Iterator[Finding]:
+    merged: dict[tuple[str, str | None], tuple[Place | Line | None, list[Place | None], list[str]]] = {}
+    for (way, where, inner), names in by_cut.items():
+        key = (way, where.text if where is not None else None)
+        entry = merged.setdefault(key, (where, [], []))
+        entry[1].append(inner)
+        entry[2].extend(name for name in names if name not in entry[2])
+    for escape, names in by_escape.items():
+        left = place(escape.spot)
+        merged.setdefault((escape.kind, left.text if left is not None else None), (left, [], names))
+    for (way, _), (where, inside, names) in merged.items():
+        why, fix = _WAYS[way]
+        yield finding_at(
+            where,
+            "GG101",
+            _severity(case),
+            f"{listed(names, 4)} {_gets(names)} no gradient: cut at `{_short(where)}`",
+            reason=f"The loss is computed from {'it' if len(names) == 1 else 'them'}, but {why}",
+            fix=fix,
+            module=module_of_names(names),
+            also=inside,
+        )
+
+
+def _gets(names: list[str]) -> str:
+    return "gets" if len(names) == 1 else "get"
+
+
+def _short(where: Place | Line | None) -> str:
+    text = where.expression if where is not None else "an unknown line"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _cut_of(case: Case, op: Op) -> Cut:
+    """Say how an operation cuts, where the cut is, and where the operation stands if that is another line."""
+    where = op.place
+    if not op.records:
+        return _region_of(case, op, where)
+    name = op.operator.name
+    if op.arguments and op.arguments[0] in _WAYS:
+        return op.arguments[0], where, None
+    if name in ("detach", "detach_"):
+        return "detach", where, None
+    if name in _COMPARISONS or name.startswith("logical_"):
+        return "comparison", where, None
+    if name in _PLACES or name.startswith(("arg", "topk")):
+        return "argmax", where, None
+    if name in ("_to_copy", "to"):
+        return "integer", where, None
+    return "operator", where, None
+
+
+def _region_of(case: Case, op: Op, where: Place | None) -> Cut:
+    if op.switch >= 0:
+        switch = case.trace.switches[op.switch]
+        begun: Place | Line | None = place(switch.spot)
+        if "heckpoint" in switch.by:
+            return "checkpoint", begun, None
+        if isinstance(begun, Place) and where is not None and begun.code is not where.code:
+            # A decorator: the line that called the decorated function is not the line that cuts.
+            begun = region_header(where, ("no_grad", "set_grad_enabled", "inference_mode")) or begun
+        return "no_grad", begun, where
+    if any(value in case.trace.inference_values for value in op.outputs):
+        header = region_header(where, ("inference_mode",)) if where is not None else None
+        return "inference_mode", header or where, where
+    if not case.trace.recording_at_start:
+        return "off", where, None
+    return "function", where, None
+
+
+def _escape_of(case: Case, values: list[int]) -> Escape | None:
+    """Find where values left torch, if something that came from outside later entered the loss."""
+    made = case.flow.results(values)
+    brought = [value for value in case.flow.behind_losses if value in case.trace.roots]
+    last = max((case.flow.readers[value][0] for value in brought if case.flow.readers.get(value)), default=-1)
+    ways = ("item", "float", "int", "tolist", "numpy")
+    left = [e for e in case.trace.escapes if e.value in made and e.kind in ways and e.after <= last]
+    # A number in a formula (`x * h.item()`) comes in with the operation itself, not with a tensor.
+    return left[0] if left else next((e for e in case.trace.escapes if e.value in made and e.kind in ways), None)
+
+
+def _refused_by_function(case: Case, names: list[str]) -> Iterator[Finding]:
+    if not names:
+        return
+    functions = {f for backward in case.trace.backwards for f in backward.functions.values()}
+    own = sorted((f for f in functions if not f.__module__.startswith("torch.")), key=lambda f: f.__qualname__)
+    for function in own[:1]:
+        yield finding_at(
+            Place(function.backward.__code__, 0),
+            "GG105",
+            _severity(case),
+            f"{listed(names, 4)} {_gets(names)} no gradient: {function.__name__}.backward() gives None",
+            reason="An autograd Function that returns None for an input stops the gradient there.",
+            fix="return a gradient for each tensor that forward() takes, in the same order",
+            module=module_of_names(names),
+        )
+    if not own:
+        yield finding_at(
+            None,
+            "GG103",
+            "warning",
+            f"{listed(names, 4)} {_gets(names)} no gradient, though connected to the loss",
+            reason="The loss does not depend on it by any way that has a derivative, or a hook took the gradient away.",
+            fix="look at the hooks on it and on what it is used in",
+            module=module_of_names(names),
+        )
+
+
+def _aside(case: Case, names: list[str]) -> Finding:
+    last = None
+    for name in names:
+        for value in case.flow.results(case.values_of.get(id(case.parameters[name]), [])):
+            number = case.flow.maker.get(value)
+            if number is not None and (last is None or number > last):
+                last = number
+    where = case.trace.ops[last].place if last is not None else None
+    return finding_at(
+        where,
+        "GG103",
+        "warning",
+        f"{listed(names, 4)} {'is' if len(names) == 1 else 'are'} used, but the loss does not depend on it",
+        reason="What is computed from it ends here; it never enters the loss, so it gets no gradient.",
+        fix="loss = loss + weight * auxiliary_loss     # or leave the computation out",
+        module=module_of_names(names),
+    )

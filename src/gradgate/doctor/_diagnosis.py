@@ -1,0 +1,111 @@
+"""What the doctor says about a step, as an object, as JSON, as text and as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from gradgate.doctor._page import page_of
+from gradgate.doctor._terminal import lines_of
+from gradgate.records import Finding
+
+__all__ = ["Diagnosis"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis:
+    """What the doctor found in one step.
+
+    Attributes:
+        findings: What it says, the worst first.
+        exception: What the step raised, or None.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> diagnosis = gg.diagnose(lambda: layer(torch.ones(4, 2)).mean(), model=layer)
+        >>> diagnosis.healthy, diagnosis.findings
+        (True, ())
+        >>> print(diagnosis)
+        healthy: nothing to say about this step
+    """
+
+    findings: tuple[Finding, ...] = ()
+    exception: BaseException | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Tell whether there is neither an error nor a warning; notes may be there."""
+        return self.exception is None and all(finding.severity == "info" for finding in self.findings)
+
+    def at_least(self, severity: str) -> tuple[Finding, ...]:
+        """Give the findings of a severity or worse.
+
+        Args:
+            severity: "error", "warning" or "info".
+
+        Returns:
+            The findings.
+
+        Example:
+            >>> gg.doctor.Diagnosis().at_least("error")
+            ()
+        """
+        order = ("error", "warning", "info")
+        return tuple(f for f in self.findings if order.index(f.severity) <= order.index(severity))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give all of it as plain values, as `to_json` writes them."""
+        error = self.exception
+        return {
+            "version": _VERSION,
+            "healthy": self.healthy,
+            "exception": None if error is None else {"type": type(error).__qualname__, "message": str(error)},
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+    def to_json(self) -> str:
+        """Write all of it as JSON.
+
+        The object has `version` (1), `healthy`, `exception` (null or `type` and `message`) and `findings`, a list of
+        objects with the attributes of `Finding`: `code`, `severity`, `title`, `where`, `source`, `module`, `reason`,
+        `fix`, `samples`, `also`.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> gg.doctor.Diagnosis().to_json()
+            '{"version": 1, "healthy": true, "exception": null, "findings": []}'
+        """
+        return json.dumps(self.to_dict())
+
+    def to_html(self, path: str | Path) -> None:
+        """Write all of it as one page that needs nothing else.
+
+        Args:
+            path: Where to.
+        """
+        Path(path).write_text(page_of(self.to_dict()), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def __repr__(self) -> str:
+        codes = ", ".join(finding.code for finding in self.findings)
+        return f"Diagnosis({'healthy' if self.healthy else codes})"
+
+    def _lines(self) -> Iterator[str]:
+        for text, _ in lines_of(self.findings, self.healthy):
+            yield text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style in lines_of(self.findings, self.healthy):
+            yield Text(text, style=style)

@@ -1,0 +1,162 @@
+"""How values flow through a trace: what a value was made from, what was made from it, and through whom."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cached_property
+
+from gradgate.doctor._trace import Op, Trace
+
+__all__ = ["Flow"]
+
+
+class Flow:
+    """The graph of values of a trace. It follows the data, also where autograd does not.
+
+    Args:
+        trace: The trace.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.maker: dict[int, int] = {}
+        self.readers: defaultdict[int, list[int]] = defaultdict(list)
+        self.connected: set[int] = set(trace.rejoined)
+        for number, op in enumerate(trace.ops):
+            for code in op.inputs:
+                self.readers[code >> 1].append(number)
+                if code & 1:
+                    self.connected.add(code >> 1)
+            for value in op.outputs:
+                self.maker[value] = number
+        for backward in trace.backwards:
+            self.connected.update(code >> 1 for code in backward.values if code & 1)
+
+    @cached_property
+    def losses(self) -> frozenset[int]:
+        """Give the values that backward passes started from."""
+        return frozenset(code >> 1 for backward in self.trace.backwards for code in backward.values)
+
+    @cached_property
+    def behind_losses(self) -> frozenset[int]:
+        """Give every value that a loss was made from, in whatever way."""
+        return self.sources(self.losses)
+
+    def sources(self, values: Iterable[int]) -> frozenset[int]:
+        """Give every value that some values were made from, and themselves.
+
+        Args:
+            values: The values.
+
+        Returns:
+            All of them.
+        """
+        seen = set(values)
+        waiting = list(seen)
+        while waiting:
+            number = self.maker.get(waiting.pop())
+            if number is None:
+                continue
+            for code in self.trace.ops[number].inputs:
+                if code >> 1 not in seen:
+                    seen.add(code >> 1)
+                    waiting.append(code >> 1)
+        return frozenset(seen)
+
+    def results(self, values: Iterable[int]) -> frozenset[int]:
+        """Give every value that was made from some values, and themselves.
+
+        Args:
+            values: The values.
+
+        Returns:
+            All of them.
+        """
+        seen = set(values)
+        waiting = list(seen)
+        while waiting:
+            for number in self.readers.get(waiting.pop(), ()):
+                for value in self.trace.ops[number].outputs:
+                    if value not in seen:
+                        seen.add(value)
+                        waiting.append(value)
+        return frozenset(seen)
+
+    def is_inside_function(self, op: Op) -> bool:
+        """Tell whether an operation ran inside the forward of an autograd Function, where nothing is recorded.
+
+        Args:
+            op: The operation.
+
+        Returns:
+            Whether it did, as far as can be known: recording was off and no line of the user had switched it off.
+        """
+        if op.records:
+            return False
+        return op.switch < 0 or "Function.forward" in self.trace.switches[op.switch].by
+
+    def cuts(self, start: Iterable[int]) -> list[int]:
+        """Find the operations that cut a value off from the losses that it reaches.
+
+        Args:
+            start: Values of a parameter.
+
+        Returns:
+            Numbers of operations that read something connected to it and gave something that is not connected, and
+            that a loss was made from.
+        """
+        return sorted(self._walk(start)[1])
+
+    def is_connected(self, start: Iterable[int]) -> bool:
+        """Tell whether a gradient finds a way from a loss to any of these values.
+
+        Args:
+            start: Values of a parameter.
+
+        Returns:
+            Whether it does.
+        """
+        return not self.losses.isdisjoint(self._walk(start)[0])
+
+    def _walk(self, start: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Follow what stays connected; give the values on the way and the operations that cut."""
+        behind = self.behind_losses
+        found: set[int] = set()
+        seen = {value for value in start if value in behind}
+        waiting = list(seen)
+        while waiting:
+            value = waiting.pop()
+            for number in self.readers.get(value, ()):
+                op = self.trace.ops[number]
+                if 2 * value + 1 not in op.inputs:
+                    continue
+                onward, cut = self._onward(op)
+                if cut:
+                    found.add(number)
+                for result in onward - seen:
+                    seen.add(result)
+                    waiting.append(result)
+        return seen, found
+
+    def _onward(self, op: Op) -> tuple[set[int], bool]:
+        """Give what of an operation's results stays connected, and whether a loss was made from what does not."""
+        results = {value for value in op.outputs if value in self.behind_losses}
+        onward = {value for value in results if value in self.connected}
+        loose = results - onward
+        if loose and self.is_inside_function(op):
+            rejoined = self.results(loose) & set(self.trace.rejoined) & self.behind_losses
+            if rejoined:
+                return onward | rejoined, False
+        return onward, bool(loose) and not onward
+
+    def reaches_loss(self, start: Iterable[int]) -> bool:
+        """Tell whether a loss was made from any of these values, connected or not.
+
+        Args:
+            start: The values.
+
+        Returns:
+            Whether it was.
+        """
+        return any(value in self.behind_losses for value in start)

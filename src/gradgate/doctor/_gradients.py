@@ -1,0 +1,75 @@
+"""What the gradients of a step look like, taken down while they are there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gradgate._torch_compat import undispatched
+from gradgate.doctor._looking import bad_kind, is_all_zero
+
+__all__ = ["Gradient", "Gradients"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of one parameter after a step.
+
+    Args:
+        present: Whether the step gave it one.
+        zero: Whether all of it is zero.
+        bad: "nan", "inf" or None.
+        norm: Its 2-norm.
+        weight_norm: The norm of the parameter itself.
+    """
+
+    present: bool
+    zero: bool = False
+    bad: Literal["nan", "inf"] | None = None
+    norm: float = math.nan
+    weight_norm: float = math.nan
+
+
+class Gradients:
+    """Takes gradients down: before the optimizer uses them, or at the end of the step.
+
+    Args:
+        parameters: Whose gradients.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        # A gradient that is still the same tensor at the same version was not touched by this step.
+        self._before = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        self.taken: dict[int, Gradient] = {}
+
+    def take(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take down what is there now; what was taken down before stays.
+
+        Args:
+            parameters: Whose gradients.
+        """
+        with undispatched(), torch.no_grad():
+            for parameter in parameters:
+                if id(parameter) not in self.taken or not self.taken[id(parameter)].present:
+                    self.taken[id(parameter)] = self._look(parameter)
+
+    def _look(self, parameter: torch.Tensor) -> Gradient:
+        gradient = parameter.grad
+        before = self._before.get(id(parameter))
+        if gradient is None or (before is not None and before[0] is gradient and before[1] == gradient._version):
+            return Gradient(present=False)
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        norm = float(torch.linalg.vector_norm(gradient)) if gradient.numel() else 0.0
+        bad = bad_kind(gradient) if not math.isfinite(norm) else None
+        zero = norm == 0 and is_all_zero(gradient)
+        return Gradient(True, zero, bad, norm, float(torch.linalg.vector_norm(parameter)))
+
+    @property
+    def any_bad(self) -> bool:
+        """Tell whether any gradient is not finite."""
+        return any(gradient.bad for gradient in self.taken.values())

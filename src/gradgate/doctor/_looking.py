@@ -1,0 +1,116 @@
+"""A look at values: is anything not finite, is all of it zero, and what stood at the first bad element."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+
+from gradgate._names import describe
+
+__all__ = ["bad_kind", "bad_rows", "has_infinite_argument", "inputs_at", "is_all_zero", "total"]
+
+_MOST_ROWS = 10_000
+
+
+def total(tensor: torch.Tensor) -> float | complex:
+    """Add up a tensor: NaN and infinities show in the sum, at a fraction of the cost of looking for them.
+
+    Args:
+        tensor: A floating-point or complex tensor.
+
+    Returns:
+        The sum; it may overflow, so a bad sum is a suspicion.
+    """
+    result: float | complex = tensor.sum().item()
+    return result
+
+
+def bad_kind(tensor: torch.Tensor) -> Literal["nan", "inf"] | None:
+    """Tell what is wrong with the values of a tensor.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        "nan" if there is any NaN, else "inf" if there is any infinity, else None.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return None
+    if bool(torch.isnan(tensor).any()):
+        return "nan"
+    return None if bool(torch.isfinite(tensor).all()) else "inf"
+
+
+def bad_rows(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Give the places along the first dimension that hold a NaN or an infinity.
+
+    Args:
+        tensor: A tensor that holds one.
+
+    Returns:
+        The places; nothing for a 0-dim tensor.
+    """
+    if tensor.dim() == 0:
+        return ()
+    bad = (~torch.isfinite(tensor)).reshape(tensor.shape[0], -1).any(dim=1)
+    return tuple(bad.nonzero()[:_MOST_ROWS, 0].tolist())
+
+
+def is_all_zero(tensor: torch.Tensor) -> bool:
+    """Tell whether every element is zero.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        Whether it is.
+    """
+    return not bool(tensor.any())
+
+
+def has_infinite_argument(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Tell whether the user handed over a number that is not finite, as masks do.
+
+    Args:
+        args: The arguments of an operator.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Whether any of them is such a number.
+    """
+    values = (*args, *kwargs.values()) if kwargs else args
+    return any(isinstance(value, float) and not math.isfinite(value) for value in values)
+
+
+def inputs_at(output: torch.Tensor, inputs: list[torch.Tensor]) -> str:
+    """Say what the inputs held at the first bad element of the output.
+
+    Args:
+        output: A result that holds a NaN or an infinity.
+        inputs: What it was made from.
+
+    Returns:
+        The values where the shapes tell which belongs to it, else the smallest and largest of each input.
+    """
+    index = (~torch.isfinite(output)).nonzero()
+    where = tuple(index[0].tolist()) if len(index) else ()
+    parts = []
+    for tensor in inputs:
+        if tensor.dtype is torch.bool or not tensor.numel():
+            continue
+        parts.append(_value_at(tensor, output, where))
+    place = f" at {list(where)}" if where else ""
+    return f"it read {' and '.join(parts)}{place}" if parts else ""
+
+
+def _value_at(tensor: torch.Tensor, output: torch.Tensor, where: tuple[int, ...]) -> str:
+    if tensor.dim() == 0 or tensor.shape == output.shape:
+        return f"{tensor[where if tensor.dim() else ()].item():.6g}"
+    try:
+        return f"{tensor.expand(output.shape)[where].item():.6g}"
+    except RuntimeError:
+        if tensor.is_complex():
+            return describe(tensor)
+        return f"{describe(tensor)} with values from {tensor.min().item():.6g} to {tensor.max().item():.6g}"

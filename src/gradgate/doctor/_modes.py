@@ -1,0 +1,184 @@
+"""Modes that are not what the user thinks: recording off, blocks that are none, inference tensors, eval and train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from gradgate.doctor._case import Case, finding_at, place
+from gradgate.doctor._places import is_package_file
+from gradgate.doctor._source import async_with_torch_decorator, bare_mode_statements
+from gradgate.doctor._trace import Op
+from gradgate.records import Finding
+
+__all__ = ["find_eval_left_on", "find_inference_tensors", "find_recording_off", "find_statistics", "find_written_modes"]
+
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+_BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
+
+def find_recording_off(case: Case) -> Iterator[Finding]:
+    """Tell when recording was off at the end of the step, and who switched it.
+
+    Args:
+        case: The step.
+
+    Yields:
+        The finding.
+    """
+    trace = case.trace
+    if trace.recording_at_end or (case.exception is not None and trace.recording_at_start):
+        return
+    switch = next((s for s in reversed(trace.switches) if not s.on), None)
+    where = place(switch.spot) if switch is not None else None
+    yield finding_at(
+        where,
+        "GG801",
+        "error",
+        f"recording was switched off {f'at `{where.expression}` ' if where is not None else ''}and stays off",
+        reason="From here on nothing has a gradient, in this thread."
+        + ("" if trace.recording_at_start else " It was off already when the step began."),
+        fix="with gg.grad_mode(False): ...     # a block restores what was before, also when it raises",
+    )
+
+
+def find_written_modes(case: Case) -> Iterator[Finding]:
+    """Find modes in the user's files that do nothing as they are written.
+
+    Args:
+        case: The step.
+
+    Yields:
+        One finding for each line.
+    """
+    spots = [op.spot for op in case.trace.ops] + [b.spot for b in case.trace.backwards]
+    files = dict.fromkeys(spot[0].co_filename for spot in spots if spot is not None)
+    for file in files:
+        if is_package_file(file):
+            continue
+        for line in bare_mode_statements(file):
+            yield finding_at(
+                line,
+                "GG802",
+                "warning",
+                f"`{line.source}` alone on a line does nothing",
+                reason="It makes a block that nobody enters; recording goes on as before.",
+                fix=f"with {line.source}:\n    ...",
+            )
+        for line in async_with_torch_decorator(file):
+            yield finding_at(
+                line,
+                "GG803",
+                "warning",
+                f"`{line.source}` on an async def does nothing",
+                reason="The decorator is left as soon as the coroutine is made, before a line of it has run.",
+                fix="@gg.grad_mode(False)     # in force while the coroutine runs, and only then",
+            )
+
+
+def find_inference_tensors(case: Case) -> Iterator[Finding]:
+    """Explain a tensor made in inference mode that training met, and say where it was made.
+
+    Args:
+        case: The step.
+
+    Yields:
+        The finding.
+    """
+    if "nference tensor" not in str(case.exception) or case.trace.failing is None:
+        return
+    _, values, spot = case.trace.failing
+    used = place(spot)
+    made, name = None, None
+    for value in values:
+        root = case.trace.roots.get(value)
+        if value in case.trace.inference_values:
+            made = place(case.trace.inference_values[value])
+        elif root is not None and root.inference:
+            name = case.names.of_tensor(root.tensor) if root.tensor is not None else None
+            spot = case.previous.inference_values.get(value)
+            made = place(spot) if spot is not None else None
+    what = f"`{name}`" if name else f"what `{made.expression}` made" if made is not None else "a tensor"
+    yield finding_at(
+        made or used,
+        "GG804",
+        "error",
+        f"{what} was made in inference mode and is used in training",
+        reason=f"Tensors made in inference mode can never be part of a graph. It is used at "
+        f"{used.text if used is not None else 'an unknown line'}.",
+        fix="with torch.no_grad(): ...     # instead of torch.inference_mode(), where the tensor is kept\n"
+        "self.cache = self.cache.clone()     # or: a copy made outside of inference mode",
+        also=[used],
+    )
+
+
+def find_eval_left_on(case: Case) -> Iterator[Finding]:
+    """Find a model that is trained while it is in eval mode.
+
+    Args:
+        case: The step.
+
+    Yields:
+        The finding.
+    """
+    trace = case.trace
+    learned = any(case.gradient(p).present for p in case.parameters.values())
+    inputs = any(
+        r.leaf and r.requires_grad and not isinstance(r.tensor, torch.nn.Parameter) for r in trace.roots.values()
+    )
+    if not learned or inputs or case.exception is not None:
+        return
+    for root in trace.modules:
+        modules = list(root.modules())
+        if any(module.training for module in modules):
+            continue
+        affected = [m for m in modules if isinstance(m, (*_DROPOUTS, *_BATCHNORMS))]
+        if affected and any(p.requires_grad for p in root.parameters()):
+            first = next((op for op in trace.ops if op.module is not None), None)
+            kinds = sorted({type(m).__name__ for m in affected})
+            yield finding_at(
+                first.place if first is not None else None,
+                "GG805",
+                "warning",
+                f"the model is trained in eval mode: {', '.join(kinds)} stays as it is",
+                reason="After model.eval() dropout drops nothing and BatchNorm uses its stored statistics.",
+                fix="model.train()     # before the training step",
+                module=case.names.of_module(root),
+            )
+
+
+def find_statistics(case: Case) -> Iterator[Finding]:
+    """Find BatchNorm layers that learn their statistics while nothing else learns.
+
+    Args:
+        case: The step.
+
+    Yields:
+        The finding.
+    """
+    ops = [op for op in case.trace.ops if _moves_statistics(case, op)]
+    if not ops:
+        return
+    names = dict.fromkeys(case.module(op) or "BatchNorm" for op in ops)
+    switch = case.trace.switches[ops[0].switch] if ops[0].switch >= 0 else None
+    yield finding_at(
+        ops[0].place,
+        "GG806",
+        "warning",
+        f"BatchNorm is in train mode under no_grad: {', '.join(list(names)[:3])} changes its running statistics",
+        reason="no_grad stops gradients, not the running mean and variance: the validation data leak into the model.",
+        fix="model.eval()     # before validation, and model.train() after it",
+        module=next(iter(names)),
+        also=[place(switch.spot) if switch is not None else None],
+    )
+
+
+def _moves_statistics(case: Case, op: Op) -> bool:
+    module = op.module
+    if op.records or op.operator.name not in _BATCH_NORMS or not isinstance(module, _BATCHNORMS):
+        return False
+    # Without momentum the statistics are a plain mean over batches: that is a recalibration, and meant.
+    learns = module.training and module.track_running_stats and module.momentum is not None
+    return bool(learns) and not case.flow.is_inside_function(op)

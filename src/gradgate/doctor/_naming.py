@@ -1,0 +1,109 @@
+"""What things are called: parameters and modules by their path, plain tensors by the user's variable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from gradgate._torch_compat import without_compiled_wrappers
+
+__all__ = ["Names", "namespaces_of"]
+
+
+def namespaces_of(function: Callable[..., Any]) -> list[Mapping[str, Any]]:
+    """Give the variables that a function sees: those that it closes over, then the globals of its module.
+
+    Args:
+        function: Any callable.
+
+    Returns:
+        The namespaces.
+    """
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    closed = {}
+    for name, cell in zip(code.co_freevars if code else (), cells, strict=False):
+        try:
+            closed[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return [closed, getattr(function, "__globals__", {})]
+
+
+class Names:
+    """Knows the names of one step.
+
+    Args:
+        model: The model, where it is known.
+        modules: Modules that were called from outside any other, where it is not.
+        namespaces: Where to look for variables.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        modules: Iterable[torch.nn.Module] = (),
+        namespaces: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        self._spaces = list(namespaces)
+        self._modules: dict[int, str] = {}
+        self._tensors: dict[int, str] = {}
+        self._kept: list[Any] = []
+        if model is not None:
+            self._add(without_compiled_wrappers(model), "")
+        for module in modules:
+            module = without_compiled_wrappers(module)
+            if id(module) not in self._modules:
+                self._add(module, self.variable(module) or type(module).__name__)
+
+    def _add(self, root: torch.nn.Module, prefix: str) -> None:
+        self._kept.append(root)
+        for path, module in root.named_modules(prefix=prefix):
+            self._modules.setdefault(id(module), path)
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self._tensors.setdefault(id(value), f"{path}.{name}" if path else name)
+        for tensors in (root.named_parameters(prefix=prefix), root.named_buffers(prefix=prefix)):
+            for path, tensor in tensors:
+                self._tensors.setdefault(id(tensor), path)
+
+    def variable(self, thing: object) -> str | None:
+        """Give the name of the user's variable that holds a thing.
+
+        Args:
+            thing: Anything.
+
+        Returns:
+            The name, or None where no variable in sight holds it.
+        """
+        for space in self._spaces:
+            for name, value in list(space.items()):
+                if value is thing and not name.startswith("__"):
+                    return name
+        return None
+
+    def of_module(self, module: torch.nn.Module | None) -> str | None:
+        """Give the path of a module.
+
+        Args:
+            module: A module that ran.
+
+        Returns:
+            Its path, its class where it has none, or None.
+        """
+        if module is None:
+            return None
+        return self._modules.get(id(module), "") or type(without_compiled_wrappers(module)).__name__
+
+    def of_tensor(self, tensor: torch.Tensor) -> str | None:
+        """Give the name of a tensor.
+
+        Args:
+            tensor: A parameter, a buffer, an attribute of a module or a variable of the user.
+
+        Returns:
+            The name, or None where it has none.
+        """
+        return self._tensors.get(id(tensor)) or self.variable(tensor)

@@ -1,0 +1,197 @@
+"""NaN and infinities that do harm: where they were born, from what, and in which samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gradgate._names import listed
+from gradgate.doctor._case import Case, finding_at
+from gradgate.doctor._trace import BadValue, Op
+from gradgate.doctor._traps import selecting_op
+from gradgate.records import Finding, Severity
+
+__all__ = ["find_nonfinite"]
+
+_WORDS = {"nan": "NaN", "inf": "Inf"}
+_FIXES = {
+    "log": "masked.safe_log(x)     # from gradgate import masked",
+    "sqrt": "masked.safe_sqrt(x)     # from gradgate import masked",
+    "rsqrt": "masked.safe_divide(1, masked.safe_sqrt(x))     # from gradgate import masked",
+    "div": "masked.safe_divide(x, y)     # from gradgate import masked",
+    "reciprocal": "masked.safe_divide(1, x)     # from gradgate import masked",
+    "pow": "masked.safe_pow(x, exponent)     # from gradgate import masked",
+    "linalg_vector_norm": "masked.safe_norm(x)     # from gradgate import masked",
+    "acos": "masked.safe_acos(x)     # from gradgate import masked",
+    "asin": "masked.safe_asin(x)     # from gradgate import masked",
+    "exp": "torch.exp(x.clamp(max=80))     # or stay with the logarithm: torch.logsumexp",
+    "_softmax": "masked.softmax(x, dim=-1, keep=keep)     # a row with nothing kept gives zeros",
+    "_log_softmax": "masked.log_softmax(x, dim=-1, keep=keep)",
+    "nll_loss_forward": "losses.masked_loss(F.cross_entropy, logits, target, exclude=-100)     # nothing kept gives 0",
+    "mean": "masked.mean(x, keep=keep, empty=0)     # an empty mean is NaN",
+}
+_NO_FIX = "guard = gg.Guard(model)     # drops the bad samples and keeps the rest of the batch"
+
+
+def find_nonfinite(case: Case) -> Iterator[Finding]:
+    """Explain every NaN and infinity that reached the loss or a gradient.
+
+    Args:
+        case: The step.
+
+    Yields:
+        One finding for each place of birth, and a note on NaN that did no harm.
+    """
+    losses = [b.loss for b in case.trace.backwards if b.loss is not None]
+    bad_loss = next((loss for loss in losses if not math.isfinite(loss)), None)
+    hurt = [name for name, p in case.parameters.items() if case.gradient(p).bad]
+    told: set[int] = set()
+    if bad_loss is not None:
+        yield from _behind_the_loss(case, bad_loss, hurt, told)
+    elif hurt:
+        yield from _behind_the_gradient(case, hurt, told)
+    elif case.exception is None:
+        yield from _harmless(case)
+
+
+def _behind_the_loss(case: Case, loss: float, hurt: list[str], told: set[int]) -> Iterator[Finding]:
+    word = "NaN" if math.isnan(loss) else "Inf"
+    severity: Severity = "error" if hurt or not case.gradients or case.exception is not None else "warning"
+    harm = f"The loss is {word}" + (f", and so is the gradient of {listed(hurt, 3)}." if hurt else ".")
+    if severity == "warning":
+        harm = f"The loss is {word}, but every gradient is finite: this value is not what the model learns from."
+    behind = case.flow.behind_losses
+    births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
+    wanted = "nan" if math.isnan(loss) else "inf"
+    births = [b for b in births if b.kind == wanted] or births
+    for birth in _first_places(births):
+        told.add(birth.op)
+        yield _finding(case, birth, severity, harm)
+    if not births:
+        yield finding_at(
+            None,
+            "GG401",
+            severity,
+            f"the loss is {word}",
+            reason=harm + " It was not seen where it was born.",
+            fix=_NO_FIX,
+        )
+
+
+def _behind_the_gradient(case: Case, hurt: list[str], told: set[int]) -> Iterator[Finding]:
+    births = [b for b in case.trace.bad if b.stage == "backward"]
+    severity: Severity = "info" if case.trace.scaled else "error"
+    harm = f"The loss is finite, but the gradient of {listed(hurt, 3)} is not."
+    if case.trace.scaled:
+        harm += " The gradients are scaled (AMP), and the scaler skips such a step."
+    for birth in _first_places(births):
+        source = next((b for b in case.trace.bad if b.value == birth.from_value and b.value >= 0), None)
+        origin = source if source is not None and not source.deliberate else birth
+        yield _gradient_finding(case, birth, origin, severity, harm)
+    arrived = [b for b in case.trace.bad if b.stage == "arrived"]
+    for birth in _first_places(arrived if not births else []):
+        yield _finding(case, birth, severity, harm)
+    if not births and not arrived:
+        yield finding_at(
+            None,
+            "GG403",
+            severity,
+            f"the gradient of {listed(hurt, 3)} is not finite",
+            reason=harm + " It was not born in this step: it may have been there before, or a hook made it.",
+            fix="optimizer.zero_grad()     # before backward()",
+        )
+
+
+def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: Severity, harm: str) -> Finding:
+    op = case.trace.ops[origin.op] if origin.op >= 0 else None
+    where = op.place if op is not None else None
+    shown = where.expression if where is not None else birth.node_name
+    word = _WORDS[birth.kind]
+    selecting = selecting_op(case, op) if op is not None else None
+    detail = f" At the first bad element {birth.detail}." if birth.detail else ""
+    if selecting is not None and op is not None:
+        chosen = selecting.place
+        return finding_at(
+            where,
+            "GG502",
+            severity,
+            f"unsafe where: the gradient of `{shown}` is {word} in elements that are thrown away",
+            reason=f"{harm} `{chosen.expression if chosen else selecting.operator.name}` throws those values away, but "
+            f"not their gradient: 0 times infinity is NaN.{detail}",
+            fix="y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep",
+            module=case.module(op),
+            samples=_samples(case, birth),
+            also=[chosen],
+        )
+    return finding_at(
+        where,
+        "GG403",
+        severity,
+        f"{word} gradient born in the backward of `{shown}`",
+        reason=f"{harm} It is born in {birth.node_name}: what arrived there was finite.{detail}",
+        fix=_fix(op),
+        module=case.module(op) if op is not None else None,
+        samples=_samples(case, birth),
+    )
+
+
+def _finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Finding:
+    op = case.trace.ops[birth.op]
+    where = op.place
+    shown = where.expression if where is not None else op.operator.name
+    word = _WORDS[birth.kind]
+    if birth.stage == "arrived":
+        root = case.trace.roots[birth.value]
+        name = case.names.of_tensor(root.tensor) if root.tensor is not None else None
+        parameter = root.leaf and root.requires_grad
+        what = f"{'the parameter' if parameter else 'the tensor'} {name or f'of shape {birth.shape}'}"
+        return finding_at(
+            where,
+            "GG405" if parameter else "GG404",
+            severity,
+            f"{what} holds {word} before `{shown}` reads it",
+            reason=f"{harm} This step did not make it: it came in with {'the weights' if parameter else 'the data'}.",
+            fix="model.load_state_dict(last_good_state)" if parameter else _NO_FIX,
+            module=case.module(op),
+            samples=() if parameter else _samples(case, birth),
+        )
+    detail = f" There {birth.detail}." if birth.detail else ""
+    return finding_at(
+        where,
+        "GG401" if birth.kind == "nan" else "GG402",
+        severity,
+        f"{word} born in `{shown}`",
+        reason=f"{harm} Everything that `{op.operator.name}` read was "
+        f"{'finite' if birth.kind == 'inf' else 'free of NaN'}; what it gave was not.{detail}",
+        fix=_fix(op),
+        module=case.module(op),
+        samples=_samples(case, birth),
+    )
+
+
+def _harmless(case: Case) -> Iterator[Finding]:
+    births = [b for b in case.trace.bad if b.stage == "forward" and b.kind == "nan"]
+    for birth in _first_places(births)[:3]:
+        found = _finding(case, birth, "info", "It does no harm in this step: loss and gradients are finite.")
+        yield Finding(**{**found.to_dict(), "code": "GG407", "title": f"{found.title}, masked away later"})
+
+
+def _first_places(births: list[BadValue]) -> list[BadValue]:
+    seen = set()
+    found = []
+    for birth in births:
+        if birth.op not in seen:
+            seen.add(birth.op)
+            found.append(birth)
+    return found[:5]
+
+
+def _samples(case: Case, birth: BadValue) -> tuple[int, ...]:
+    size = case.trace.batch_size
+    return birth.rows if birth.shape and size in (None, birth.shape[0]) else ()
+
+
+def _fix(op: Op | None) -> str:
+    if op is None:
+        return _NO_FIX
+    return _FIXES.get(op.operator.name.removesuffix("_"), _FIXES.get(op.operator.name, _NO_FIX))

@@ -1,0 +1,89 @@
+"""What the step raised and no other rule explains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from gradgate.doctor._case import Case, finding_at, place
+from gradgate.doctor._cuts import explain_parameters
+from gradgate.doctor._places import place_of_traceback
+from gradgate.records import Finding
+
+__all__ = ["find_backward_missing", "find_raised", "find_unused_in_grad"]
+
+
+def find_unused_in_grad(case: Case) -> Iterator[Finding]:
+    """Explain "appears to not have been used in the graph", which torch.autograd.grad says without a name.
+
+    Args:
+        case: The step.
+
+    Yields:
+        The findings on the tensor in question.
+    """
+    message = str(case.exception)
+    if "appears to not have been used in the graph" not in message or not case.trace.backwards:
+        return
+    inputs = case.trace.backwards[-1].inputs or ()
+    found = re.search(r"at index (\d+)", message)
+    wanted = inputs[int(found[1]) : int(found[1]) + 1] if found else inputs
+    asked = {name: p for name, p in case.parameters.items() if id(p) in wanted}
+    yield from explain_parameters(case, asked)
+
+
+def find_backward_missing(case: Case) -> Iterator[Finding]:
+    """Tell when a step never came to backward.
+
+    Args:
+        case: The step.
+
+    Yields:
+        The finding.
+    """
+    if case.exception is None and not case.trace.backwards and case.trace.ops:
+        yield finding_at(
+            None,
+            "GG003",
+            "error",
+            "backward() was not called in this step",
+            reason="Without backward() no parameter gets a gradient. The step also returned no loss to call it on.",
+            fix="loss.backward()     # or: return loss from the step",
+        )
+
+
+def find_raised(case: Case) -> Iterator[Finding]:
+    """Tell what the step raised, in one line.
+
+    Args:
+        case: The step.
+
+    Yields:
+        The finding.
+    """
+    error = case.exception
+    if error is None:
+        return
+    where = place_of_traceback(error.__traceback__)
+    if "grad can be implicitly created only for scalar outputs" in str(error):
+        yield finding_at(
+            where,
+            "GG004",
+            "error",
+            "backward() needs one number, and this is a tensor of several",
+            reason="Only a single number has a gradient that is not ambiguous.",
+            fix="loss.mean().backward()",
+        )
+        return
+    module = case.trace.ops[-1].module if case.trace.ops else None
+    text = str(error).strip().splitlines()
+    yield finding_at(
+        where,
+        "GG002",
+        "error",
+        f"the step raised {type(error).__name__}{': ' + text[0] if text else ''}",
+        reason="This line of your code was running.",
+        fix="",
+        module=case.names.of_module(module),
+        also=[place(case.trace.failing[2]) if case.trace.failing else None],
+    )

@@ -1,0 +1,69 @@
+"""A graph that is walked twice: which tensor the two walks share, and where it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradgate.doctor._case import Case, finding_at, place
+from gradgate.doctor._places import Place, place_of_traceback
+from gradgate.doctor._trace import Trace
+from gradgate.records import Finding
+
+__all__ = ["find_second_backward"]
+
+
+def find_second_backward(case: Case) -> Iterator[Finding]:
+    """Explain "Trying to backward through the graph a second time".
+
+    Args:
+        case: The step.
+
+    Yields:
+        The finding.
+    """
+    if "backward through the graph a second time" not in str(case.exception) or not case.trace.backwards:
+        return
+    backwards = case.trace.backwards
+    last = backwards[-1]
+    earlier = [b for b in (*case.previous.backwards, *backwards[:-1]) if b.nodes & last.nodes - {-1}]
+    shared = last.nodes & frozenset().union(*(b.nodes for b in earlier)) - {-1} if earlier else frozenset()
+    called = place(last.spot)
+    first = place(earlier[-1].spot) if earlier else None
+    made = _made(case.trace, shared) or _made(case.previous, shared)
+    if made is not None:
+        yield finding_at(
+            made,
+            "GG701",
+            "error",
+            f"backward walks the graph of `{made.expression}` a second time",
+            reason="The first backward freed what the graph had saved. What this line made is part of both graphs.",
+            fix="h = h.detach()     # start the next step from the value, not from its history\n"
+            "(loss_a + loss_b).backward()     # or: one backward for both\n"
+            "loss_a.backward(retain_graph=True)     # or: keep the graph for the second",
+            also=[first, called],
+        )
+        return
+    yield from _from_before(case)
+
+
+def _made(trace: Trace, shared: frozenset[int]) -> Place | None:
+    numbers = [trace.op_number_of_node[node] for node in shared if node in trace.op_number_of_node]
+    return trace.ops[max(numbers)].place if numbers else None
+
+
+def _from_before(case: Case) -> Iterator[Finding]:
+    """The graph was made before the trace began: say where this step picks it up."""
+    called = place_of_traceback(case.exception.__traceback__) if case.exception is not None else None
+    old = [v for v, root in case.trace.roots.items() if root.requires_grad and not root.leaf]
+    readers = sorted(n for value in old for n in case.flow.readers.get(value, ()))
+    where = case.trace.ops[readers[0]].place if readers else called
+    yield finding_at(
+        where,
+        "GG701",
+        "error",
+        f"backward walks a graph a second time that was made before this step: "
+        f"`{where.expression if where is not None else 'unknown'}`",
+        reason="This line reads a tensor that still carries the graph of an earlier step, which has been freed.",
+        fix="h = h.detach()     # at the end of each step: keep the value, not its history",
+        also=[called],
+    )

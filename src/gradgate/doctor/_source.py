@@ -1,0 +1,141 @@
+"""Questions about the user's source text: what a block or a decorator says, and statements that do nothing."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gradgate.doctor._places import Place, shown_path
+
+__all__ = ["Line", "async_with_torch_decorator", "bare_mode_statements", "region_header"]
+
+_MODES = ("no_grad", "enable_grad", "inference_mode")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file.
+
+    Args:
+        file: The file as Python knows it.
+        line: The line number.
+    """
+
+    file: str
+    line: int
+
+    @property
+    def text(self) -> str:
+        """Give the place as "path.py:12"."""
+        return f"{shown_path(self.file)}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        """Give the text of the line."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def expression(self) -> str:
+        """Give the text of the line."""
+        return self.source
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: str, size: int) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # a notebook cell with magics, or a file that has changed
+        return None
+
+
+def _tree(file: str) -> ast.Module | None:
+    return _parsed(file, len(linecache.getlines(file)))
+
+
+def _called_name(node: ast.expr) -> str:
+    """Give the dotted name that an expression calls or names, such as "torch.no_grad"."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    try:
+        return ast.unparse(node)
+    except (ValueError, RecursionError):
+        return ""
+
+
+def region_header(place: Place, names: tuple[str, ...]) -> Line | None:
+    """Find the `with` line or the decorator around a place that switches a mode.
+
+    Args:
+        place: A place in the user's code.
+        names: The last parts of names that count.
+
+    Returns:
+        The innermost such line, or None.
+    """
+    tree = _tree(place.file)
+    found = None
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            headers = [item.context_expr for item in node.items]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            headers = node.decorator_list
+        else:
+            continue
+        if not node.lineno <= place.line <= (node.end_lineno or node.lineno):
+            continue
+        for header in headers:
+            if _called_name(header).rpartition(".")[2] in names:
+                found = Line(place.file, header.lineno)
+    return found
+
+
+def _names_of_torch(tree: ast.Module) -> set[str]:
+    """Give the names by which a file may call torch's modes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == "torch":
+                    found |= {f"{alias.asname or 'torch'}.{mode}" for mode in _MODES}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.autograd"):
+            found |= {alias.asname or alias.name for alias in node.names if alias.name in _MODES}
+    return found
+
+
+def bare_mode_statements(file: str) -> Iterator[Line]:
+    """Find statements such as `torch.no_grad()` alone on a line, which do nothing.
+
+    Args:
+        file: The file as Python knows it.
+
+    Yields:
+        Each line.
+    """
+    tree = _tree(file)
+    if tree is None:
+        return
+    names = _names_of_torch(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called_name(node.value) in names:
+            yield Line(file, node.lineno)
+
+
+def async_with_torch_decorator(file: str) -> Iterator[Line]:
+    """Find `async def` functions under a mode decorator of torch, which is in force only until the first await.
+
+    Args:
+        file: The file as Python knows it.
+
+    Yields:
+        The line of each decorator.
+    """
+    tree = _tree(file)
+    if tree is None:
+        return
+    names = _names_of_torch(tree) | {name.replace("no_grad", "set_grad_enabled") for name in _names_of_torch(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AsyncFunctionDef):
+            yield from (Line(file, d.lineno) for d in node.decorator_list if _called_name(d) in names)

@@ -1,0 +1,324 @@
+"""The tracer: sees every operation, every save for backward and every switch of a mode, and writes a `Trace`.
+
+A dispatch mode sees what torch computes, forward and backward; a function mode sees what the user wrote (`.data`,
+`.item()`, `no_grad`), which leaves no operation behind; hooks tell which module, which optimizer and what is saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from gradgate._torch_compat import (
+    DispatchMode,
+    current_node,
+    enter_mode,
+    latest_node_number,
+    leave_mode,
+    node_number,
+    on_top,
+)
+from gradgate.doctor._backwards import start_late
+from gradgate.doctor._births import Births
+from gradgate.doctor._calls import CALLS
+from gradgate.doctor._operators import operator_of
+from gradgate.doctor._places import locate
+from gradgate.doctor._saving import Saving
+from gradgate.doctor._trace import Op, OptimizerStep, Spot, Trace
+from gradgate.doctor._values import Values
+
+__all__ = ["Tracer"]
+
+_Tensor = torch.Tensor
+
+
+class Tracer:
+    """Traces what happens in this thread between `start` and `stop`.
+
+    Args:
+        parameters: The parameters that ought to learn, by name; where they are not known, whatever leaves are used.
+    """
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self.previous = Trace()
+        self.values = Values(self.trace)
+        self.saving = Saving(self.trace, self.here)
+        self.births = Births(self)
+        self.spot: Spot = None
+        self.off_switch = -1
+        self.call = ""
+        self._stepping = False
+        self.active = False
+        self.modules: list[torch.nn.Module] = []
+        self.before_step: list[Callable[[torch.optim.Optimizer], None]] = []
+        self.after_step: list[Callable[[torch.optim.Optimizer], None]] = []
+        self._calls = _Calls(self)
+        self._operations = _Operations(self)
+        self._hooks = ExitStack()
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to trace this thread."""
+        hooks = self._hooks
+        for handle in (
+            register_module_forward_pre_hook(self._module_begins),
+            register_module_forward_hook(self._module_ends, always_call=True),
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ):
+            hooks.callback(handle.remove)
+        hooks.enter_context(saved_tensors_hooks(self.saving.pack, self.saving.unpack))
+        self.trace.recording_at_start = torch.is_grad_enabled()
+        self.active = True
+        self.enter_modes()
+
+    def stop(self) -> None:
+        """End the trace."""
+        self.active = False
+        self.trace.recording_at_end = torch.is_grad_enabled()
+        self.leave_modes()
+        self._hooks.close()
+
+    def enter_modes(self) -> None:
+        """Look at what happens from here on."""
+        enter_mode(self._operations)
+        enter_mode(self._calls)
+
+    def leave_modes(self) -> None:
+        """Look away, where there is nothing to see that hooks do not tell."""
+        leave_mode(self._calls)
+        leave_mode(self._operations)
+
+    def can_stop(self) -> bool:
+        """Tell whether nothing that was entered after the tracer is still open."""
+        return on_top(self._calls) and on_top(self._operations)
+
+    def can_hide(self) -> bool:
+        """Tell whether operations can be let pass unseen from inside a call."""
+        return on_top(self._operations)
+
+    def hide(self) -> None:
+        """Let operations pass unseen."""
+        leave_mode(self._operations)
+
+    def show(self) -> None:
+        """See operations again."""
+        enter_mode(self._operations)
+
+    def begin_again(self) -> Trace:
+        """Start a new trace and give the old one; what was saved for backward before stays readable."""
+        old = self.trace
+        old.recording_at_end = torch.is_grad_enabled()
+        self.previous = old
+        self.trace = Trace(recording_at_start=old.recording_at_end, batch_size=old.batch_size, modules=old.modules)
+        self.values = Values(self.trace)
+        self.saving.forget(self.trace)
+        self.births.forget()
+        self.off_switch = -1
+        return old
+
+    # --- where ----------------------------------------------------------------------------------------------------
+
+    def here(self) -> Spot:
+        """Give the user's place of the call that is running."""
+        if self.spot is None:
+            self.spot = locate(sys._getframe(1))
+        return self.spot
+
+    def _locate_backward(self, node: Any) -> None:
+        """Let an operation inside backward stand where the operation stood that it is the backward of."""
+        if not self.trace.backwards or not self.trace.backwards[-1].running:
+            start_late(self)
+        number = self.trace.op_number_of_node.get(node_number(node))
+        if number is not None:
+            self.spot = self.trace.ops[number].spot
+
+    # --- what torch computes --------------------------------------------------------------------------------------
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and write it down.
+
+        Args:
+            func: The operator.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What it gives.
+        """
+        operator = operator_of(func)
+        records = torch.is_grad_enabled()
+        node = current_node()
+        if node is not None:
+            self._locate_backward(node)
+        inputs: list[torch.Tensor] = []
+        codes: list[int] = []
+        read = self.values.read
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(argument, _Tensor):
+                inputs.append(argument)
+                read(argument, codes)
+            elif type(argument) in (list, tuple):
+                for item in argument:
+                    if isinstance(item, _Tensor):
+                        inputs.append(item)
+                        read(item, codes)
+        bad_before = self.births.marks(operator, args, kwargs) if operator.written_names else None
+        result = func(*args, **kwargs)
+        spot = self.spot or self.here()
+        trace = self.trace
+        number = len(trace.ops)
+        newest = latest_node_number()
+        if newest not in trace.op_number_of_node:
+            trace.op_number_of_node[newest] = number
+        connected = records and any(code & 1 for code in codes)
+        outputs = self._results(operator, args, kwargs, result, connected, spot)
+        self.trace.ops.append(
+            Op(
+                operator,
+                spot,
+                self.modules[-1] if self.modules else None,
+                newest,
+                records,
+                self.off_switch if not records else -1,
+                tuple(codes),
+                tuple(outputs),
+                (self.call,) if self.call else _plain(args, kwargs) if operator.keeps_arguments else (),
+            )
+        )
+        if not operator.view and not operator.silent:
+            self.births.look(operator, number, args, kwargs, inputs, codes, result, outputs, bad_before)
+        return result
+
+    def _results(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, connected: bool, spot: Spot
+    ) -> list[int]:
+        values = self.values
+        if operator.written_names:
+            return [values.write(tensor) for tensor in self._log_writes(operator, args, kwargs)]
+        outputs = []
+        for tensor in (result,) if isinstance(result, _Tensor) else result if type(result) in (list, tuple) else ():
+            if isinstance(tensor, _Tensor):
+                if operator.view:
+                    outputs.append(values.make_view(tensor, connected and operator.name != "detach"))
+                else:
+                    outputs.append(values.make(tensor))
+        if not connected and outputs:
+            values.unconnected.update(outputs)
+            if not torch.is_grad_enabled() and torch.is_inference_mode_enabled():
+                for value in outputs:
+                    self.trace.inference_values[value] = spot
+        return outputs
+
+    def _log_writes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        written = []
+        spot = self.here()
+        for target in operator.targets(args, kwargs):
+            self.saving.log_write(target, operator.name, spot, by_optimizer=False)
+            written.append(target)
+        return written
+
+    def note_failure(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Write down the call that raised: the innermost one that the user made.
+
+        Args:
+            func: The function.
+            args: Its arguments.
+        """
+        if self.trace.failing is None:
+            values = tuple(self.values.of(x) for x in args if isinstance(x, _Tensor))
+            self.trace.failing = (getattr(func, "__name__", str(func)), values, self.here())
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def _module_begins(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not self.active:
+            return
+        if not self.modules:
+            known = self.trace.modules
+            if not any(module is other for other in known):
+                known.append(module)
+            if self.trace.batch_size is None:
+                sizes = [x.shape[0] for x in inputs if isinstance(x, _Tensor) and x.dim()]
+                self.trace.batch_size = sizes[0] if sizes else None
+        self.modules.append(module)
+
+    def _module_ends(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if self.active and self.modules:
+            self.modules.pop()
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.active:
+            return
+        for listener in self.before_step:
+            listener(optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        spot, idle = locate(sys._getframe(1)), all(parameter.grad is None for parameter in held)
+        closure = len(args) + len(kwargs) > 1
+        self.trace.optimizer_steps.append(
+            OptimizerStep(optimizer, spot, len(self.trace.backwards), idle and not closure)
+        )
+        # A closure runs the user's own code inside the step; else there is nothing to see but the writing itself.
+        if closure or not self.can_stop():
+            return
+        self.leave_modes()
+        self._stepping = True
+        for parameter in held:
+            if parameter.grad is not None:
+                self.saving.log_write(parameter, "optimizer.step()", spot, by_optimizer=True)
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping:
+            self._stepping = False
+            self.enter_modes()
+        if self.active:
+            for listener in self.after_step:
+                listener(optimizer)
+
+
+def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, (_Tensor, list, tuple)))
+
+
+class _Operations(DispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = self.tracer
+        if not tracer.active:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return tracer.operation(func, args, kwargs or {})
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = self.tracer
+        if not tracer.active:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        tracer.spot = None
+        handler = CALLS.get(func)
+        try:
+            if handler is not None:
+                return handler(tracer, func, args, kwargs or {})
+            return func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError:
+            tracer.note_failure(func, args)
+            raise
+        finally:
+            tracer.spot = None
