@@ -25,3 +25,14 @@ bad: set[str] = ledger.bad_ids(min_count=2, cause="exception")
 recent: list[gg.Incident] = ledger.incidents(stage="load", since="2h", limit=10)
 kept: torch.utils.data.Subset[str] = gg.without(NamesOfFiles(), ledger)
 verdict: str = gg.replay(ledger, "5e65948f", lambda batch: torch.zeros(())).verdict
+
+last = torch.nn.Linear(2, 1)
+network = torch.nn.Sequential(torch.nn.Embedding(4, 2), last)
+with gg.freeze(network, "0.*", network[1], lambda name, parameter: parameter.dim() == 1) as frozen_layers:
+    frozen_names: tuple[str, ...] = frozen_layers.names
+with gg.pin(last.weight, rows=[0]) as pinned:
+    pinned_elements: torch.Tensor = pinned.frozen
+merged: torch.nn.Parameter = gg.train_rows(network[0], rows=range(2)).merge()
+schedule: gg.FreezeSchedule = gg.FreezeSchedule(network, {0: ["1.*"]}, by="step")
+learning_elements: int = gg.trainable(network).totals.learning
+gg.freezing.assert_frozen(gg.train_only(network, "1.*"))
