@@ -14,7 +14,20 @@ ZEROS = X * torch.tensor([[0.0], [1.0], [1.0]])
 INSIDE = torch.rand(3, 4, generator=GENERATOR) * 1.4 - 0.7
 KEEP = torch.tensor([[True, False, True, True], [False, True, True, False], [True, True, False, True]])
 ROWS_KEPT = torch.tensor([True, False, True])
+REPEATED = torch.tensor([[1.0, 2.0, 2.0, 1.0], [3.0, 3.0, 0.5, 3.0], [4.0, 4.0, 5.0, 5.0]])
 REAL_ONLY = {"complex": "Its bad points are those of real numbers; a complex tensor is refused."}
+
+
+def most_frequent(x, keep):
+    """Count in Python; every row has something kept."""
+    chosen = []
+    for row, kept in zip(x, keep, strict=True):
+        own = [(value.item(), i) for i, value in enumerate(row) if kept[i]]
+        values = [value for value, _ in own]
+        winner = max(sorted(set(values)), key=values.count)
+        chosen.append(row[max(i for value, i in own if value == winner)])
+    return torch.stack(chosen) if chosen else x.sum(1)
+
 
 ROWS = [
     Row(
@@ -31,6 +44,14 @@ ROWS = [
         empty=(ROWS_KEPT[:0], X[:0]),
         no={"vmap": "How many rows the function sees depends on `keep`; where vmap batches it, it is refused."},
         oracle=lambda keep, x: torch.where(keep.unsqueeze(1), x.sin(), 0),
+    ),
+    Row(
+        "masked.mode",
+        lambda x, keep: masked.mode(x, keep=keep, empty=0).values,
+        (REPEATED, KEEP),
+        empty=(REPEATED[:0], KEEP[:0]),
+        no={"complex": "Complex numbers have no order, so of several equally frequent ones none is the smallest."},
+        oracle=most_frequent,
     ),
     Row("masked.safe_divide", masked.safe_divide, (X, Y), empty=(X[:0], Y), oracle=torch.div),
     Row("masked.safe_log", masked.safe_log, (POSITIVE,), empty=(POSITIVE[:0],), oracle=torch.log),

@@ -7,6 +7,7 @@ gradient of exactly 0, also when it is NaN or infinite, and also when the gradie
 
 from gradgate.masked._apply import apply_rows, apply_where
 from gradgate.masked._extremes import amax, amin, argmax, argmin
+from gradgate.masked._mode import mode
 from gradgate.masked._normalization import batch_norm, layer_norm
 from gradgate.masked._norms import norm, normalize
 from gradgate.masked._quantiles import median, quantile
@@ -39,6 +40,7 @@ __all__ = [
     "argmax",
     "median",
     "quantile",
+    "mode",
     "norm",
     "logsumexp",
     "softmax",

@@ -1,0 +1,248 @@
+"""Which value is the most frequent one: on the CPU counted in the way that suits the data, anywhere else by sorting.
+
+On the CPU, few elements in a row (votes) are compared in pairs; values of a small range (labels) are counted in bins;
+very long rows are sorted; for the rest, torch.mode is given rows in which nothing that is left out can win.
+
+All of that goes block by block, because fresh memory costs more than arithmetic. torch's kernels are fast where all
+tensors are of one narrow integer type and slow where they make booleans or choose by them; hence masks that are
+multiplied, and comparisons that write 0 and 1 into integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["vote_anywhere", "vote_on_cpu"]
+
+MOST_VOTES = 16
+LONG = 4096
+BLOCK = 1 << 16
+
+
+Found = tuple[torch.Tensor, torch.Tensor]
+
+
+def vote_anywhere(x: torch.Tensor, mask: torch.Tensor | None) -> Found:
+    """Find the most frequent value of each row without a look at the data, so that it can be traced and batched.
+
+    Args:
+        x: Values, not complex, without a gradient; the last dimension is a row, of size 1 or more.
+        mask: True where an element takes part, in the shape of x; None if all do.
+
+    Returns:
+        The index of the last kept element with the smallest of the most frequent values, any if nothing is kept; and
+        how many elements have that value.
+    """
+    ordered, order = x.sort(dim=-1, stable=True)
+    kept = (torch.ones_like(order, dtype=torch.bool) if mask is None else mask.gather(-1, order)).to(torch.int64)
+    differs = ordered[..., 1:] != ordered[..., :-1]
+    if x.is_floating_point():
+        differs = differs & ~(ordered[..., 1:].isnan() & ordered[..., :-1].isnan())
+    starts = torch.cat([torch.ones_like(kept[..., :1], dtype=torch.bool), differs], -1)
+    total = kept.cumsum(-1)
+    before = torch.where(starts, total - kept, 0).cummax(-1).values
+    # How many kept equals each element has, itself included, up to its place: the first maximum is the last kept
+    # occurrence of the smallest of the most frequent values.
+    counts, place = (total - before).max(-1)
+    return order.gather(-1, place.unsqueeze(-1)).squeeze(-1), counts
+
+
+def vote_on_cpu(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Do the same as `vote_anywhere`, faster, for tensors whose data can be looked at.
+
+    Args:
+        x: As there, on the CPU.
+        mask: As there.
+
+    Returns:
+        As there; and whether something is kept in every row.
+    """
+    shape, size = x.shape[:-1], x.shape[-1]
+    few = size <= MOST_VOTES
+    low, high = _range(x, mask, 1 << (16 if x.element_size() == 1 else 32) - 9 if few else 4 * size)
+    if few and _bits_of_keys(size, low, high) < 64:
+        planes = x.movedim(-1, 0).reshape(size, -1)
+        kept = None if mask is None else mask.movedim(-1, 0).reshape(size, -1)
+        found, certain = _in_blocks(_by_pairs, planes, kept, 1, low, high)
+    else:
+        way = _by_bins if high - low < 4 * size else _by_torch if size <= LONG else _by_sorting
+        kept = None if mask is None else mask.reshape(-1, size)
+        found, certain = _in_blocks(way, x.reshape(-1, size), kept, 0, low, high)
+    return found[0].reshape(shape), found[1].reshape(shape), certain
+
+
+def _in_blocks(
+    way: Callable[..., Found], x: torch.Tensor, mask: torch.Tensor | None, dim: int, low: int, high: int
+) -> tuple[torch.Tensor, bool]:
+    count, certain = x.shape[dim], True
+    found = torch.empty((2, count), dtype=torch.int64)
+    # Comparing pairs makes many small steps, which pay in larger blocks.
+    step = max(1, (BLOCK if dim == 0 else 4 * BLOCK) // x.shape[1 - dim])
+    for start in range(0, count, step):
+        stop = min(count, start + step)
+        kept = None if mask is None else mask.narrow(dim, start, stop - start).view(torch.uint8)
+        indices, counts = way(_codes(x.narrow(dim, start, stop - start)), kept, low, high)
+        found[0, start:stop], found[1, start:stop] = indices, counts
+        certain = certain and (mask is None or bool(counts.amin() > 0))
+    return found, certain
+
+
+# --- values as integers -----------------------------------------------------------------------------------------------
+
+
+def _codes(x: torch.Tensor) -> torch.Tensor:
+    """Give integers in the order of the values: one for 0.0 and -0.0, one above all others for every NaN."""
+    if x.dtype is torch.bool:
+        return x.view(torch.uint8)
+    if not x.is_floating_point():
+        return x
+    x = (x.float() if x.element_size() < 4 else x) + 0.0  # -0.0 + 0.0 is 0.0
+    whole = torch.int32 if x.dtype is torch.float32 else torch.int64
+    nan = _holds(torch.ne, x, x, whole) if x.amax().isnan() else None
+    bits = x.view(whole)
+    bits.bitwise_xor_((bits >> torch.iinfo(whole).bits - 1).bitwise_and_(torch.iinfo(whole).max))
+    return bits if nan is None else bits.mul_(1 - nan).add_(nan.mul_(_code_of_nan(whole)))
+
+
+def _code_of_nan(whole: torch.dtype) -> int:
+    # One more than the code of infinity; beyond it there is room for the payloads of NaN, which nothing uses.
+    return 0x7F800001 if whole is torch.int32 else 0x7FF0000000000001
+
+
+def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int, int]:
+    """Give a range that holds the codes of all that is kept, preferably one narrower than a width."""
+    if x.is_floating_point():
+        nan = _code_of_nan(torch.int64 if x.dtype is torch.float64 else torch.int32)
+        return -nan, nan
+    if x.dtype is torch.bool or not x.numel():
+        return 0, 1
+    low, high = _limits(x)
+    if mask is None or high - low < width:
+        return low, high
+    # What is left out may lie far away. Multiplied by 0 it does not; then 0 is in the range as well.
+    least = most = 0
+    for rows, kept in zip(torch.split(x, BLOCK), torch.split(mask.view(torch.uint8), BLOCK), strict=True):
+        limits = _limits(rows * kept)
+        least, most = min(least, limits[0]), max(most, limits[1])
+        if most - least >= width:
+            return low, high
+    return least, most
+
+
+def _limits(x: torch.Tensor) -> tuple[int, int]:
+    # aminmax copies what is not contiguous; a reduced first dimension was moved to the end and goes back.
+    low, high = torch.aminmax(x if x.is_contiguous() else x.movedim(-1, 0))
+    return int(low), int(high)
+
+
+def _narrowest(low: int, high: int) -> torch.dtype | None:
+    """Give the narrowest signed dtype that holds all from low to high."""
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return dtype
+    return None
+
+
+def _holds(compare: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compare, and give 0 and 1 as integers of a dtype."""
+    return compare(a, b, out=torch.empty(a.shape, dtype=dtype))
+
+
+def _equals(codes: torch.Tensor, best: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """Say, as 0 and 1, which kept elements have their row's value; wide enough for numbers up to the row's size."""
+    short = codes.dtype is torch.int16 and codes.shape[1] < 1 << 15
+    equal = _holds(torch.eq, codes, best.unsqueeze(1), torch.int16 if short else torch.int32)
+    return equal if kept is None else equal.mul_(kept)
+
+
+def _last(equal: torch.Tensor) -> torch.Tensor:
+    """Give the index of the last 1 in each row, 0 if there is none."""
+    return equal.mul_(torch.arange(equal.shape[1], dtype=equal.dtype)).amax(1)
+
+
+# --- ways of counting, for one block ----------------------------------------------------------------------------------
+
+
+def _bits_of_keys(size: int, low: int, high: int) -> int:
+    return size.bit_length() + (high - low).bit_length() + (size - 1).bit_length()
+
+
+def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
+    """Compare all pairs; planes[i] holds element i of every row.
+
+    Count, value and index of an element make one number, its key: larger for more votes and, among these, for the
+    smaller value. Each element counts itself and its equals before it, so the last of them has the full count, and
+    the largest key of each row says it all.
+    """
+    size = planes.shape[0]
+    index_bits, value_bits = (size - 1).bit_length(), (high - low).bit_length()
+    one_vote = 1 << value_bits + index_bits
+    bits = _bits_of_keys(size, low, high)
+    whole = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64
+    numbers = torch.arange(size, dtype=whole).unsqueeze(1)
+    first = low if planes.element_size() > whole.itemsize else 0  # subtract where there is room for it
+    values = torch.empty(planes.shape, dtype=whole).copy_(planes - first if first else planes).sub_(low - first)
+    if kept is not None:
+        # Each element that is left out becomes a value of its own: -1, -2, -3, ...
+        absent = torch.empty(planes.shape, dtype=whole).copy_(kept).sub_(1)
+        values.bitwise_or_(absent).addcmul_(absent, numbers)
+    keys = (values * -(1 << index_bits)).add_(numbers + (2 * one_vote - (1 << index_bits)))
+    if kept is not None:
+        keys.bitwise_and_(absent.bitwise_not_())
+    equal = torch.empty_like(values)
+    for distance in range(1, size):
+        same = torch.eq(values[:-distance], values[distance:], out=equal[distance:])
+        keys[distance:].add_(same, alpha=one_vote)
+    best = keys.amax(0)
+    return best & (1 << index_bits) - 1, best >> value_bits + index_bits
+
+
+def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
+    """Count every value of the range; what is left out counts 0, in whatever bin it falls."""
+    bins = codes.to(torch.int64, copy=True)
+    if kept is not None:
+        bins.clamp_(low, high)
+    bins.sub_(low)
+    few = _narrowest(0, bins.shape[1])
+    weights = torch.ones((), dtype=few).expand(bins.shape) if kept is None else kept.to(few)
+    table = torch.zeros((len(bins), high - low + 1), dtype=few).scatter_add_(1, bins, weights)
+    counts, best = table.max(1)  # the first of several, so the smallest value
+    narrow = _narrowest(0, high - low)
+    return _last(_equals(bins.to(narrow), best.to(narrow), kept)), counts
+
+
+def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
+    """Let torch.mode count; each element that is left out becomes a value of its own, above all that are kept."""
+    size = codes.shape[1]
+    whole = _narrowest(low, high + size)
+    if whole is None:
+        return vote_anywhere(codes, None if kept is None else kept.view(torch.bool))
+    codes = filled = codes.to(whole)
+    if kept is not None:
+        chosen = kept.to(whole)
+        filled = codes * chosen
+        filled.add_(chosen.neg_().add_(1).mul_(torch.arange(high + 1, high + 1 + size, dtype=whole)))
+    equal = _equals(codes, filled.mode(1).values, kept)
+    counts = equal.sum(1, dtype=torch.int32)
+    return _last(equal), counts
+
+
+def _by_sorting(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
+    """Sort each row alone, with what is left out at its end, and count its runs."""
+    whole = _narrowest(low, high)
+    codes = codes.to(whole)
+    best = torch.zeros(len(codes), dtype=whole)
+    counts = torch.zeros(len(codes), dtype=torch.int64)
+    for i, row in enumerate(codes):
+        number = row.numel()
+        if kept is not None:
+            chosen = kept[i].to(whole)
+            number = int(chosen.sum())
+            row = (row * chosen).add_(chosen.neg_().add_(1).mul_(torch.iinfo(codes.dtype).max))
+        if number:
+            values, repeats = torch.unique_consecutive(row.sort().values[:number], return_counts=True)
+            counts[i], place = repeats.max(0)
+            best[i] = values[place]
+    return _last(_equals(codes, best, kept)), counts
