@@ -36,3 +36,14 @@ merged: torch.nn.Parameter = gg.train_rows(network[0], rows=range(2)).merge()
 schedule: gg.FreezeSchedule = gg.FreezeSchedule(network, {0: ["1.*"]}, by="step")
 learning_elements: int = gg.trainable(network).totals.learning
 gg.freezing.assert_frozen(gg.train_only(network, "1.*"))
+
+meter: gg.GateMeter = gg.GateMeter()
+gated: torch.Tensor = gg.gate(torch.zeros(3), lambda gradient: gradient > 0, meter=meter)
+gated = gg.gate(gg.scale_grad(gated, torch.ones(3)), keep=False)
+gated = gg.straight_through(gated.round(), gg.clip_grad(gg.finite_grad(gg.reverse_grad(gated, 2)), max_norm=1))
+stopped: int = meter.stopped
+reversal = gg.ReverseGrad(strength=0.0, save=True)
+reversal.strength = torch.tensor(0.5)
+modules = torch.nn.Sequential(
+    reversal, gg.Gate(keep=torch.tensor(True)), gg.ScaleGrad(2), gg.ClipGrad(1.0), gg.FiniteGrad()
+)

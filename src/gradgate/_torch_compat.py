@@ -159,8 +159,8 @@ def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
 def without_copy(x: torch.Tensor) -> torch.Tensor:
     """Do the same while nothing is recorded, for any tensor.
 
-    Where copy-on-write is not to be had the result is a view, and autograd refuses to overwrite a view that was made
-    while nothing was recorded. So x is safe in either case.
+    Where copy-on-write is not to be had the result is a view. Autograd refuses to overwrite a view that an autograd
+    Function has returned, so x is safe there too.
 
     Args:
         x: A strided tensor.

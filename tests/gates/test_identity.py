@@ -72,21 +72,39 @@ def test_same_values_strides_and_memory(gate, values, leaf):
 
 
 @each_gate
-def test_where_no_gradient_comes_there_is_nothing_to_do(gate):
-    x = torch.ones(2, 3)
-    assert not gate(x).requires_grad
-    assert address(gate(x)) == address(x)
+def test_the_same_where_no_gradient_comes(gate):
+    data = torch.ones(2, 3)
     leaf = torch.ones(2, 3, requires_grad=True)
-    with torch.no_grad():
-        assert not (leaf * 1 + gate(leaf)).requires_grad
+    hidden = leaf * 1
+    for recording, x in ((True, data), (False, data), (False, leaf), (False, hidden)):
+        with torch.set_grad_enabled(recording):
+            y = gate(x)
+        assert not y.requires_grad
+        assert y is not x
+        assert address(y) == address(x)
+        assert y.stride() == x.stride()
 
 
-def test_x_itself_comes_back_where_it_requires_no_grad():
-    x = torch.ones(3)
-    assert gg.gate(x, KEEP) is x
-    assert gg.reverse_grad(x) is x
+def test_numbers_that_have_no_gradient_come_back_themselves():
     labels = torch.tensor([1, 2, 3])
     assert gg.gate(labels, KEEP) is labels
+    assert gg.reverse_grad(labels) is labels
+
+
+@each_gate
+def test_evaluation_gives_what_training_gives_with_an_in_place_operation_behind(gate):
+    """The residual connection: x is used again after the result was overwritten."""
+
+    def block(x):
+        return gate(x).relu_() + x
+
+    layer = nn.Linear(3, 3)
+    x = torch.linspace(-1, 1, 6).reshape(2, 3)
+    trained = block(layer(x))
+    with torch.no_grad():
+        assert torch.equal(block(layer(x)), trained)
+    with torch.inference_mode():
+        assert torch.equal(block(layer(x)), trained)
 
 
 @each_gate
@@ -135,6 +153,15 @@ def test_what_no_one_holds_any_more_is_overwritten_without_a_copy():
     assert address(y) == place
 
 
+def test_asking_for_a_raw_pointer_copies_once():
+    x = torch.ones(3, requires_grad=True) * 1
+    y = gg.gate(x, KEEP)
+    assert address(y) == address(x)
+    assert y.data_ptr() != address(x)
+    place = address(y)
+    assert y.data_ptr() == place
+
+
 def test_a_parameter_stays_where_it_is_so_its_gate_cannot_be_overwritten():
     weight = nn.Parameter(torch.ones(3))
     place = address(weight)
@@ -142,12 +169,13 @@ def test_a_parameter_stays_where_it_is_so_its_gate_cannot_be_overwritten():
         gg.gate(weight, KEEP).relu_()
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         gg.gate(weight[:2], KEEP[:2]).relu_()
-    with pytest.raises(RuntimeError, match="A view was created in no_grad mode and is being modified inplace"):
-        gg.gate(weight, False).relu_()
     gg.gate(weight, KEEP).clone().relu_().sum().backward()
     held = gg.gate(weight, KEEP)
     with torch.no_grad():
         weight.mul_(3)
+        gg.gate(weight, KEEP).mul_(2)  # torch.no_grad() allows this, as it allows weight.mul_(2)
+    gg.gate(weight, False).mul_(2)  # so does torch for weight.detach().mul_(2)
+    assert weight.tolist() == [12, 12, 12]
     assert address(weight) == place == address(held)
 
 

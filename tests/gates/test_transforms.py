@@ -215,6 +215,39 @@ def test_a_mask_that_is_overwritten_before_backward_is_an_error():
             y.sum().backward()
 
 
+def test_a_mask_that_was_made_in_inference_mode():
+    with torch.inference_mode():
+        keep = torch.tensor([5.0, -1.0, 2.0]) > 0
+    x = torch.ones(3, requires_grad=True)
+    gg.gate(x * 1, keep).sum().backward()
+    assert x.grad.tolist() == [1, 0, 1]
+
+
+def test_the_gradient_of_a_ragged_batch():
+    rows = [torch.ones(2, 3), torch.ones(1, 3)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    gg.reverse_grad(x * 1).sum().backward()
+    assert x.grad.values().unique().tolist() == [-1]
+
+
+def test_a_callable_may_look_at_tensors_that_vmap_maps():
+    limits = torch.tensor([0.5, 5.0])
+
+    def gated(x, limit):
+        return gg.gate(x, lambda gradient: gradient > limit) * 2
+
+    slopes = vmap(lambda x, limit: grad(lambda x: gated(x, limit).sum())(x))(torch.ones(2, 3), limits)
+    x = torch.ones(2, 3, requires_grad=True)
+    vmap(gated)(x, limits).sum().backward()
+    assert slopes.tolist() == x.grad.tolist() == [[2, 2, 2], [0, 0, 0]]
+
+
+def test_a_model_with_gates_can_be_exported():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), gg.Gate(KEEP), gg.ReverseGrad(), gg.ClipGrad(max_norm=1.0))
+    x = torch.ones(2, 3)
+    assert torch.equal(torch.export.export(net, (x,)).module()(x), net(x))
+
+
 def test_backward_twice_through_a_retained_graph():
     x = torch.ones(3, requires_grad=True)
     loss = gg.gate(x, KEEP).sum()

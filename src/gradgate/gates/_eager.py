@@ -27,14 +27,14 @@ class Treatment:
 
     def __init__(self, rule: Rule, meter: GateMeter | None) -> None:
         self.rule = rule
-        self.version = _version(rule)
+        self.version = _version(rule.operand)
         self.meter = meter
 
     def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         """Give what goes on in place of what arrives; nothing for nothing."""
         if gradients[0] is None:
             return gradients
-        if _version(self.rule) != self.version:
+        if _version(self.rule.operand) != self.version:
             raise GradgateError(
                 "A mask or factor of a gate was overwritten between forward and backward.",
                 why="the gradient would follow another mask than the one that the gate was given.",
@@ -50,10 +50,9 @@ class Treatment:
         return result
 
 
-def _version(rule: Rule) -> int:
-    """Count how often the rule's tensor was written to."""
-    operand = rule.operand
-    return 0 if operand is None else operand._version
+def _version(operand: torch.Tensor | None) -> int:
+    """Count how often a tensor was written to; one of inference mode cannot be, here."""
+    return 0 if operand is None or operand.is_inference() else operand._version
 
 
 class Gated(torch.autograd.Function):
@@ -93,9 +92,10 @@ apply_swapped = bound_apply(Swapped)
 
 
 def put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None) -> torch.Tensor:
-    """Give x with a rule for its gradient; x itself where no gradient will come."""
+    """Give x with a rule for its gradient; only the values where no gradient will come."""
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return x
+        # Not x itself: an in-place operation that follows must not do in evaluation what it does not do in training.
+        return _values(x) if x.is_floating_point() or x.is_complex() else x
     if isinstance(rule, Whole) and not rule.keep:
         return _shut(x, rule, meter)
     treatment = Treatment(rule, meter)
@@ -108,19 +108,22 @@ def put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None) -> torch.Tens
 
 
 def _shut(x: torch.Tensor, rule: Whole, meter: GateMeter | None) -> torch.Tensor:
-    with torch.no_grad():
-        x = without_copy(x)
     if meter is None:
-        return x
+        return _values(x)
     # The meter wants to see the gradient: an empty leaf makes autograd bring it this far, and no further.
-    counted: torch.Tensor = apply_gated(x, Treatment(rule, meter), torch.empty(0, requires_grad=True))
+    counted: torch.Tensor = apply_gated(_values(x), Treatment(rule, meter), torch.empty(0, requires_grad=True))
     return counted
+
+
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """Give the values of x, cut off from its graph."""
+    with torch.no_grad():
+        return without_copy(x).detach()
 
 
 def swap(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
     """Give the value of hard with the gradient of soft."""
     if not (soft.requires_grad and torch.is_grad_enabled()):
-        with torch.no_grad():
-            return without_copy(hard)
+        return _values(hard)
     swapped: torch.Tensor = apply_swapped(soft, (hard,))
     return swapped

@@ -33,7 +33,7 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
         meter: Counts what passes and what is stopped.
 
     Returns:
-        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+        The values of x, in the same memory as long as neither is written to.
 
     Raises:
         ArgumentTypeError: x is not a tensor, keep is none of the above, or meter is not a GateMeter.
@@ -68,7 +68,7 @@ def scale_grad(x: torch.Tensor, factor: float | torch.Tensor, *, meter: GateMete
         meter: Counts what passes and what is stopped (a factor of 0 stops).
 
     Returns:
-        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+        The values of x, in the same memory as long as neither is written to.
 
     Raises:
         ArgumentTypeError: x is not a tensor, or factor is neither a real number nor a tensor of them.
@@ -99,7 +99,7 @@ def reverse_grad(
         meter: Counts what passes and what is stopped (a strength of 0 stops).
 
     Returns:
-        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+        The values of x, in the same memory as long as neither is written to.
 
     Raises:
         ArgumentTypeError: x is not a tensor, or strength is neither a real number nor a tensor of them.
@@ -136,7 +136,7 @@ def clip_grad(
         meter: Counts the norm before and after.
 
     Returns:
-        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+        The values of x, in the same memory as long as neither is written to.
 
     Raises:
         ArgumentTypeError: x is not a tensor or a limit is not a number.
@@ -190,7 +190,7 @@ def finite_grad(x: torch.Tensor, fill: float = 0.0, *, meter: GateMeter | None =
         meter: Counts what was replaced, as `stopped`.
 
     Returns:
-        The values of x, in the same memory as long as neither is written to. x itself where it requires no grad.
+        The values of x, in the same memory as long as neither is written to.
 
     Raises:
         ArgumentTypeError: x is not a tensor or fill is not a number.

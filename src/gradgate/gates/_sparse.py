@@ -15,9 +15,9 @@ def on_stored_values(
     treat: Callable[[torch.Tensor, Rule], torch.Tensor | None], gradient: torch.Tensor, rule: Rule
 ) -> torch.Tensor | None:
     """Treat what a gradient stores by the part of the rule that belongs there; rows stay sparse."""
-    if gradient.layout is torch.strided:
+    if gradient.layout is not torch.sparse_coo:
         return treat(gradient, rule)
-    if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+    if gradient.sparse_dim() != 1:
         return treat(gradient.to_dense(), rule)
     gradient = gradient.coalesce()
     rows = gradient.indices()
