@@ -1,0 +1,212 @@
+"""The guard: what a healthy step costs, and what a bad one costs against a clean step and against the usual recipes."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gradgate as gg
+from benchmarks.harness import Row
+
+BATCHES = (64, 256, 1024)
+
+
+class Picky(nn.Module):
+    """A layer that refuses some samples, as a Cholesky factorisation does, and gives the others as they are."""
+
+    def forward(self, x):
+        """Raise if any row is marked."""
+        if bool((x.flatten(1)[:, 0] > 1e6).any()):
+            raise ValueError("a row is out of range")
+        return x
+
+
+class Spoiling(nn.Module):
+    """A layer whose value (log of 0) or gradient (sqrt at 0) is not finite for marked rows."""
+
+    def __init__(self, gradient):
+        super().__init__()
+        self.gradient = gradient
+
+    def forward(self, x):
+        """Spoil marked rows."""
+        marked = x.detach().flatten(1).abs().amax(1) > 1e6
+        zero = torch.where(marked, 0.0, 1.0).reshape(-1, *[1] * (x.dim() - 1))
+        return x * (zero * (1 + 0 * x)).sqrt() if self.gradient else x + zero.log()
+
+
+class Net(nn.Module):
+    """A trunk, the marks of bad rows, the fault (in a module, or in the body of forward), a head."""
+
+    def __init__(self, front, fault, back, in_body=False):
+        super().__init__()
+        self.front, self.fault, self.back, self.in_body = front, fault, back, in_body
+
+    def forward(self, x, marks):
+        """Run the parts."""
+        hidden = self.front(x)
+        hidden = hidden + marks.reshape(-1, *[1] * (hidden.dim() - 1))
+        if self.in_body and bool((hidden.flatten(1)[:, 0] > 1e6).any()):
+            raise ValueError("a row is out of range")
+        return self.back(self.fault(hidden))
+
+
+def mlp():
+    """Two hidden layers with BatchNorm: the 0.3 ms step."""
+    front = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU())
+    back = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+    return front, back, (32,)
+
+
+def cnn():
+    """Three convolutions with BatchNorm."""
+    front = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+    rest = (nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2))
+    return front, nn.Sequential(*rest, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), (3, 16, 16)
+
+
+def transformer():
+    """Two layers of attention over 16 positions."""
+
+    def layer():
+        return nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+
+    return nn.Sequential(nn.Linear(16, 32), layer()), nn.Sequential(layer(), nn.Flatten(), nn.Linear(512, 10)), (16, 16)
+
+
+MODELS = {"MLP": mlp, "CNN": cnn, "transformer": transformer}
+
+
+def training(kind, size, bad, fault, in_body=False):
+    """Make a model, an optimizer, a batch with some bad rows, and its loss."""
+    torch.manual_seed(0)
+    front, back, shape = MODELS[kind]()
+    model = Net(front, fault, back, in_body)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    x, y = torch.randn(size, *shape), torch.randint(0, 10, (size,))
+    marks = torch.zeros(size)
+    marks[torch.randperm(size)[:bad]] = 1e7
+
+    def loss_fn(batch):
+        inputs, labels, marks = batch
+        return F.cross_entropy(model(inputs, marks), labels)
+
+    return model, optimizer, (x, y, marks), loss_fn
+
+
+def plain_step(optimizer, batch, loss_fn):
+    """Make an ordinary training step."""
+    optimizer.zero_grad()
+    loss_fn(batch).backward()
+    optimizer.step()
+
+
+def guarded_step(guard, optimizer, batch, loss_fn):
+    """Make the same under guard."""
+    optimizer.zero_grad()
+    guard.step(batch, loss_fn)
+    optimizer.step()
+
+
+def fails(loss_fn, batch, rows, backward):
+    """Probe some rows as people do: at least two of them, for BatchNorm."""
+    part = [leaf[rows if len(rows) > 1 else rows * 2] for leaf in batch]
+    try:
+        for parameter in loss_fn.parameters:
+            parameter.grad = None
+        with torch.set_grad_enabled(backward):
+            loss = loss_fn(part)
+            if not torch.isfinite(loss):
+                return True
+            if not backward:
+                return False
+            loss.backward()
+            return not all(torch.isfinite(p.grad).all() for p in loss_fn.parameters if p.grad is not None)
+    except ValueError:
+        return True
+
+
+def search_one_by_one(rows, failing):
+    """Try each row."""
+    return [row for row in rows if failing([row])]
+
+
+def search_by_halves(rows, failing):
+    """Try halves of what fails."""
+    if not failing(rows):
+        return []
+    if len(rows) == 1:
+        return rows
+    middle = len(rows) // 2
+    return search_by_halves(rows[:middle], failing) + search_by_halves(rows[middle:], failing)
+
+
+def recipe_step(model, optimizer, batch, loss_fn, search, backward):
+    """Make a step with one of the usual recipes: on a fault, find the bad rows and leave them out."""
+    optimizer.zero_grad()
+    rows = list(range(len(batch[0])))
+    probe = partial(fails, loss_fn, batch, backward=backward)
+    if probe(rows):
+        bad = set(search(rows, lambda some: probe(some)))
+        optimizer.zero_grad()
+        batch = [leaf[[row for row in rows if row not in bad]] for leaf in batch]
+    loss_fn(batch).backward()
+    optimizer.step()
+
+
+def healthy(kind, size):
+    """A clean batch, plain and guarded."""
+    model, optimizer, batch, loss_fn = training(kind, size, 0, nn.Identity())
+    guard = gg.Guard(model)
+    return {
+        "plain": partial(plain_step, optimizer, batch, loss_fn),
+        "guarded": partial(guarded_step, guard, optimizer, batch, loss_fn),
+    }
+
+
+def faulty(kind, size, bad, fault, in_body=False, backward=False):
+    """A batch with bad rows under guard and with the usual recipes, against a clean step."""
+    logging.getLogger("gradgate").setLevel(logging.ERROR)
+    _, clean_optimizer, clean, clean_loss = training(kind, size, 0, fault(), in_body)
+    model, optimizer, batch, loss_fn = training(kind, size, bad, fault(), in_body)
+    loss_fn.parameters = list(model.parameters())
+    guard = gg.Guard(model, patience=10**9)
+    return {
+        "clean": partial(plain_step, clean_optimizer, clean, clean_loss),
+        "guarded": partial(guarded_step, guard, optimizer, batch, loss_fn),
+        "halves": partial(recipe_step, model, optimizer, batch, loss_fn, search_by_halves, backward),
+        "one by one": partial(recipe_step, model, optimizer, batch, loss_fn, search_one_by_one, backward),
+    }
+
+
+def faulty_row(title, goal, kind, size, bad, *options):
+    """Make a row of a bad step."""
+    candidates = partial(faulty, kind, size, bad, *options)
+    title = f"{title}, {bad} bad of {size}, {kind}"
+    return Row("guard", title, candidates, "guarded", "clean", at_most=goal, rounds=5, seconds=1.0)
+
+
+ROWS = [
+    Row(
+        "guard", f"healthy step, batch {size}, {kind}", partial(healthy, kind, size), "guarded", "plain",
+        at_most=1.03 if (kind, size) == ("MLP", 64) else 1.02, rounds=41, seconds=6.0,
+    )
+    for kind in MODELS
+    for size in BATCHES
+]  # fmt: skip
+for kind in MODELS:
+    for size in BATCHES:
+        for bad in (1, 4, size // 8):
+            few = bad < size // 8
+            ROWS.append(faulty_row("a module raises", 2.5 if few else 4, kind, size, bad, Picky))
+            ROWS.append(faulty_row("a module gives NaN", 2.5 if few else 4, kind, size, bad, partial(Spoiling, False)))
+        for bad in (1, 4, size // 8):
+            ROWS.append(
+                faulty_row("the body of forward raises", 4 if bad < 8 else None, kind, size, bad, nn.Identity, True)
+            )
+        for bad in (1, 4):
+            ROWS.append(faulty_row("a gradient is NaN", 3, kind, size, bad, partial(Spoiling, True), False, True))

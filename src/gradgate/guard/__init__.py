@@ -1,0 +1,8 @@
+"""One bad sample must not cost the batch: a training step that drops exactly what is bad, and says so."""
+
+from __future__ import annotations
+
+from gradgate.guard._guard import Guard
+from gradgate.guard._result import Step, Summary
+
+__all__ = ["Guard", "Step", "Summary"]

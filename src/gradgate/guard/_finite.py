@@ -1,0 +1,98 @@
+"""Is everything finite, and if not, in which rows: asked of gradients, losses and the outputs of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradgate._torch_compat import find_non_finite, tree_flatten
+from gradgate.guard._batches import batch_dim_of
+
+__all__ = ["FiniteCheck", "non_finite_rows", "tensors_in"]
+
+
+class FiniteCheck:
+    """Looks for NaN and Inf in a loss and in many gradients at once, with one read by the host."""
+
+    def __init__(self) -> None:
+        self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def alarm(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
+        """Tell whether anything is not finite.
+
+        Args:
+            gradients: The gradients.
+            loss: The loss, where it has not been looked at yet.
+
+        Returns:
+            True if there is a NaN or an Inf.
+        """
+        answer = self._found(gradients)
+        if loss is not None:
+            # 0 if the loss is finite and NaN if not: it travels with the flag in the same read.
+            nothing = loss - loss
+            answer = nothing if answer is None else answer + nothing.to(answer.device)
+        alarm = answer is not None and answer.item() != 0
+        if alarm:
+            self._flags.clear()
+        return alarm
+
+    def _found(self, gradients: list[torch.Tensor]) -> torch.Tensor | None:
+        if not gradients:
+            return None
+        try:
+            return self._one_pass(gradients)
+        except RuntimeError:  # several devices; sparse, complex or overlapping gradients; a device without this pass
+            device = gradients[0].device
+            return torch.stack([_any_non_finite(gradient).to(device) for gradient in gradients]).any().float()
+
+    def _one_pass(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        device = gradients[0].device
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(1, device=device), torch.ones(1, device=device)
+        found, one = self._flags[device]
+        find_non_finite(gradients, found, one)
+        return found
+
+
+def _any_non_finite(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return ~torch.isfinite(values).all()
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """List the floating-point tensors in the arguments or the output of a module."""
+    leaves: list[Any]
+    if isinstance(tree, torch.Tensor):
+        leaves = [tree]
+    elif type(tree) is tuple and all(isinstance(part, torch.Tensor) for part in tree):
+        leaves = list(tree)
+    else:
+        leaves = tree_flatten(tree)[0]
+    return [
+        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    ]
+
+
+def non_finite_rows(tensors: Iterable[torch.Tensor], size: int, batch_dim: int) -> frozenset[int]:
+    """Find the rows in which any of some tensors is not finite.
+
+    Args:
+        tensors: Floating-point tensors; those that are not per sample are passed over.
+        size: How many samples there are.
+        batch_dim: The dimension of the samples.
+
+    Returns:
+        The rows.
+    """
+    rows: set[int] = set()
+    for tensor in tensors:
+        dim = batch_dim_of(tensor, size, batch_dim)
+        # A finite sum proves that all are finite; the other way round it may have overflowed, so look closer.
+        if dim is None or bool(torch.isfinite(tensor.detach().sum())):
+            continue
+        by_row = torch.isfinite(tensor.detach().movedim(dim, 0).reshape(size, -1)).all(1)
+        rows.update((~by_row).nonzero().flatten().tolist())
+    return frozenset(rows)

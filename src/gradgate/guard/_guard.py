@@ -1,0 +1,331 @@
+"""The guard itself: a step that costs nothing while all is well and drops exactly what is bad when it is not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gradgate._torch_compat import tree_flatten, tree_unflatten
+from gradgate.errors import TooManyBadSamples
+from gradgate.guard._agreement import Agreement, Alone
+from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
+from gradgate.guard._batches import BatchReader, Ids, Select, batch_dim_of, index_of
+from gradgate.guard._finite import FiniteCheck
+from gradgate.guard._incidents import Recorder
+from gradgate.guard._recovery import Dropped, Recovered, Recovery
+from gradgate.guard._result import Step, Summary
+from gradgate.guard._state import TrainingState
+from gradgate.guard._tables import incident_table
+from gradgate.guard._tally import Tally
+from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
+from gradgate.ledger import Ledger
+from gradgate.records import Incident, Sink
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """Keeps a training going when single samples are bad, and leaves it exactly as if they had never been there.
+
+    A sample is bad if it makes the forward pass or the loss raise, the loss NaN or infinite, or a gradient NaN or
+    infinite under a finite loss. Then everything the step has written is put back, the bad samples are found and
+    dropped, and the step is made with the others: gradients, buffers (the statistics of BatchNorm), random state
+    (python's, numpy's, torch's) and the loss are bit-identical to those of the same call on the batch without them.
+
+    A fault of the code is no sample's: if every sample fails, the exception is raised as it was, and everything is
+    as it was before the step. Interrupts, exits, missing memory and device-side asserts always pass.
+
+    Args:
+        model: The module that is trained, or several.
+        ledger: Where dropped samples are written down: a path, or a `Ledger`.
+        catch: The exceptions that may be blamed on samples.
+        max_bad: The share of a batch that may be bad.
+        patience: How many steps in a row may have bad samples; the last of them raises.
+        select: `select(batch, rows)` gives the same batch with only these rows, for batches that the guard cannot cut.
+        count: `count(batch)` gives the number of samples, where the guard cannot tell.
+        batch_dim: The dimension of tensors that samples are stacked along.
+        payload: Give the bad samples themselves to the ledger or sink, too.
+        sink: Takes the incidents, besides or instead of a ledger.
+        min_kept: With fewer good samples left, no step is made: gradients stay as they are and `step.kept` is empty.
+            2 suits BatchNorm, which cannot work with one sample.
+        run: The name of the run in incidents.
+
+    Raises:
+        ArgumentTypeError: The model is no module, `catch` holds no exceptions, or the sink cannot take incidents.
+        ArgumentValueError: A number is out of range.
+        LedgerError: The ledger cannot be opened.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> guard = gg.Guard(model)
+        >>> x = torch.randn(8, 3)
+        >>> x[5] = float("nan")
+        >>> step = guard.step(x, lambda x: model(x).square().mean(), ids=range(100, 108))
+        >>> step.kept, step.dropped[0].sample_id, bool(model.weight.grad.isfinite().all())
+        ([0, 1, 2, 3, 4, 6, 7], '105', True)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Iterable[torch.nn.Module],
+        ledger: str | os.PathLike[str] | Ledger | None = None,
+        catch: type[BaseException] | Catch = (Exception,),
+        max_bad: float = 0.5,
+        patience: int = 20,
+        *,
+        select: Select | None = None,
+        count: Callable[[Any], int] | None = None,
+        batch_dim: int = 0,
+        payload: bool = False,
+        sink: Sink | None = None,
+        min_kept: int = 1,
+        run: str | None = None,
+    ) -> None:
+        check_numbers(max_bad=max_bad, patience=patience, batch_dim=batch_dim, min_kept=min_kept)
+        check_sink(sink)
+        self._modules = checked_modules(model)
+        self._catch = checked_catch(catch)
+        if isinstance(ledger, str | os.PathLike):
+            ledger = Ledger(ledger, payload=payload)
+        self._sinks: list[Sink] = [taker for taker in (ledger, sink) if taker is not None]
+        self.max_bad = max_bad
+        self.patience = patience
+        self.payload = payload
+        self.min_kept = min_kept
+        self.epoch: int | None = None
+        """The epoch that incidents are written down with; set it at the start of each."""
+        self.run = run or (ledger.run if ledger is not None else uuid.uuid4().hex[:12])
+        self._reader = BatchReader(batch_dim, select, count)
+        self._state = TrainingState(self._modules)
+        self._check = FiniteCheck()
+        self._agreement: Agreement = Alone()
+        self._tally = Tally()
+        self._first = True
+
+    def step(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any], torch.Tensor],
+        ids: Ids | None = None,
+        *,
+        scaler: Scaler | None = None,
+    ) -> Step:
+        """Make forward, loss and backward of a batch, without the samples that are bad.
+
+        Gradients are added to those that are there, as `backward()` does; call the optimizer yourself.
+
+        Args:
+            batch: Tensors, and lists, tuples, dicts, dataclasses and named tuples of them; lists of anything; objects
+                with `__getitem__`; whatever else with `Guard(select=...)`.
+            loss_fn: Runs the model on a batch and gives the mean loss, or one loss for each sample, of which the mean
+                is taken. It may be called several times with parts of the batch.
+            ids: The names of the samples, one for each row.
+            scaler: A `torch.amp.GradScaler`: gradients are scaled, and an overflow that is gone without scaling is
+                left for it to see.
+
+        Returns:
+            The loss, who took part, and who did not and why.
+
+        Raises:
+            TooManyBadSamples: More than `max_bad` of the batch is bad, it is the `patience`-th bad step in a row, or
+                no sample can be blamed for a value that is not finite. Everything is as before the step.
+            ArgumentTypeError: The batch or what the loss function gave cannot be used.
+            ArgumentValueError: Parts of the batch, or the ids, do not fit together.
+        """
+        size = self._reader.count(batch, ids)
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler)
+        if self._first:
+            trial.before_backward = self._look_around
+        outcome, recovered, incidents = self._guarded(trial, batch, size, ids)
+        self._state.add_earlier_gradients()
+        if recovered is None:
+            self._tally.add_step(size, bad=False)
+            return Step(outcome.value, outcome.per_sample, list(range(size)))
+        self._tally.add_step(size, bad=bool(recovered.dropped))
+        return Step(
+            loss=torch.tensor(float("nan")) if outcome.value is None else outcome.value,
+            losses=outcome.per_sample,
+            kept=recovered.kept,
+            dropped=tuple(incident for incident in incidents if not incident.transient),
+            exact=not recovered.reasons,
+            reason="; ".join(recovered.reasons),
+            transient=tuple(incident for incident in incidents if incident.transient),
+        )
+
+    def forward(
+        self, fn: Callable[[Any], Any], batch: Any, fill_value: float = float("nan"), *, ids: Ids | None = None
+    ) -> tuple[Any, torch.Tensor]:
+        """Run a function on a batch, with the rows of bad samples filled: no backward, in the mode that is in force.
+
+        A sample is bad if it makes the function raise or gives an output row that is not finite. The other rows are
+        those of the same call without the bad samples. Outputs that have no row for each sample are given as they are.
+
+        Args:
+            fn: Any function of the batch; its outputs have one row for each sample.
+            batch: As for `step`.
+            fill_value: What stands in the rows of bad samples; 0 in integer outputs if they cannot hold it.
+            ids: As for `step`.
+
+        Returns:
+            The outputs, and a boolean tensor that is True where a row is real.
+
+        Raises:
+            TooManyBadSamples: More than `max_bad` of the batch is bad, or no sample can be blamed.
+        """
+        size = self._reader.count(batch, ids)
+        trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
+        outcome, recovered, _ = self._guarded(trial, batch, size, ids)
+        self._state.add_earlier_gradients()
+        leaves, form = tree_flatten(outcome.value)
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        if recovered is None:
+            return outcome.value, torch.ones(size, dtype=torch.bool, device=device)
+        index = index_of(recovered.kept)
+        keep = torch.zeros(size, dtype=torch.bool).index_fill(0, index, True).to(device)
+        filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]
+        return tree_unflatten(filled, form), keep
+
+    def summary(self) -> Summary:
+        """Give the run in numbers; prints as a table.
+
+        Returns:
+            How many samples were dropped in how many steps, and for what.
+        """
+        return self._tally.summary()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what the guard has counted, to be saved with a checkpoint.
+
+        Returns:
+            Plain values.
+        """
+        return {**self._tally.state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where a saved guard stopped.
+
+        Args:
+            state: What `state_dict` gave.
+
+        Raises:
+            ArgumentValueError: It is something else.
+        """
+        rest = dict(state)
+        epoch = rest.pop("epoch", None)
+        self._tally = Tally.from_state(rest)
+        self.epoch = epoch
+
+    def _guarded(
+        self, trial: Trial, batch: Any, size: int, ids: Ids | None
+    ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
+        """Make a try, and recover from its fault; whatever is raised, everything is as before."""
+        self._state.remember()
+        try:
+            outcome = trial.run(batch, size)
+            if outcome.fault is None:
+                return outcome, None, ()
+            recovered, incidents = self._recover(trial, outcome, batch, size, ids)
+        except torch.AcceleratorError:
+            self._state.give_back_gradients()  # the device died; more would only hide its error
+            raise
+        except BaseException:
+            self._state.give_back()
+            raise
+        return recovered.outcome or Outcome(), recovered, incidents
+
+    def _recover(
+        self, trial: Trial, failed: Outcome, batch: Any, size: int, ids: Ids | None
+    ) -> tuple[Recovered, tuple[Incident, ...]]:
+        assert failed.fault is not None
+        common = {
+            "run": self.run,
+            "step": self._tally.steps,
+            "epoch": self.epoch,
+            "rank": self._agreement.rank,
+            "world_size": self._agreement.world_size,
+        }
+        recorder = Recorder(self._modules, self._reader, batch, size, ids, failed.per_sample, common)
+
+        def refuse(dropped: Sequence[Dropped]) -> None:
+            self._refuse_share(recorder.dropped(dropped), size)
+
+        probe = trial
+        if isinstance(trial, LossTrial) and trial.scaler is not None:
+            probe = LossTrial(trial.function, self._state, self._check, self._catch)
+        recovered = Recovery(
+            trial=trial,
+            probe=probe,
+            state=self._state,
+            reader=self._reader,
+            batch=batch,
+            size=size,
+            compiled="torch._dynamo" in sys.modules,
+            min_kept=self.min_kept,
+            refuse=refuse,
+        ).run(failed.fault)
+        dropped = recorder.dropped(recovered.dropped)
+        if dropped and trial.walks_back:
+            self._tally.in_a_row += 1
+            self._refuse_row(dropped)
+        incidents = dropped + recorder.transient(recovered.transient)
+        self._tally.add_incidents(incidents)
+        recorder.record(incidents, self._sinks, payload=self.payload)
+        return recovered, incidents
+
+    def _refuse_share(self, incidents: tuple[Incident, ...], size: int) -> None:
+        bad, total = self._agreement.total(len(incidents), size)
+        if bad > self.max_bad * total:
+            raise TooManyBadSamples(
+                f"Guard: {bad} of {total} samples are bad:\n{incident_table(incidents)}",
+                why=f"more than max_bad={self.max_bad:g} of a batch points to the code or the weights.",
+                fix="gg.Guard(model, max_bad=...)   # if so many bad samples are to be expected",
+                incidents=incidents,
+            )
+
+    def _refuse_row(self, incidents: tuple[Incident, ...]) -> None:
+        if self._tally.in_a_row >= self.patience:
+            raise TooManyBadSamples(
+                f"Guard: {self._tally.in_a_row} steps in a row had bad samples, lastly:\n{incident_table(incidents)}",
+                why=f"patience={self.patience} bad steps in a row point to something that does not pass by itself.",
+                fix="gg.Guard(model, patience=...)   # if bad samples are to be expected in every step",
+                incidents=incidents,
+            )
+
+    def _look_around(self, loss: torch.Tensor) -> None:
+        """Take in, at the first step, parameters that are trained although no guarded module owns them."""
+        self._first = False
+        self._state.adopt(_trained(loss))
+
+
+def _trained(loss: torch.Tensor) -> list[torch.nn.Parameter]:
+    """List the parameters that a loss depends on, by its graph."""
+    found: dict[torch.nn.Parameter, None] = {}
+    seen = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter):
+            found[leaf] = None
+        waiting += [following for following, _ in node.next_functions]
+    return list(found)
+
+
+def _filled(leaf: Any, index: torch.Tensor, size: int, batch_dim: int, fill_value: float) -> Any:
+    """Put the rows of an output at their places among all rows, and the fill value elsewhere."""
+    if not isinstance(leaf, torch.Tensor) or (dim := batch_dim_of(leaf, len(index), batch_dim)) is None:
+        return leaf
+    shape = [*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]]
+    holds = leaf.is_floating_point() or leaf.is_complex() or (isinstance(fill_value, int) and not leaf.dtype.is_signed)
+    value = fill_value if holds or float(fill_value).is_integer() else 0
+    return leaf.new_full(shape, value).index_copy(dim, index.to(leaf.device), leaf)

@@ -1,0 +1,198 @@
+"""Watching a replay: which modules ran, what they gave, and where the first value or gradient that is not finite was.
+
+Hooks of all modules at once, for as long as a replay lasts, in the thread that replays. Nothing is installed on
+the healthy path.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from gradgate._torch_compat import ModuleCall, write_mark
+from gradgate.guard._batches import batch_dim_of
+from gradgate.guard._finite import non_finite_rows, tensors_in
+from gradgate.guard._places import Line, running_lines
+
+__all__ = ["Answer", "Enough", "Observer", "Open", "Sighting"]
+
+
+class Enough(BaseException):
+    """The replay has shown what it can; no `except Exception` in the user's code may stop it."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a module gave, for use in later probes: valid as long as nobody has written into it."""
+
+    module: torch.nn.Module
+    output: Any
+    marks: list[tuple[int, int]]
+
+    def is_untouched(self) -> bool:
+        """Tell whether the output is still what the module returned."""
+        return self.marks == [write_mark(tensor) for tensor in tensors_in(self.output)]
+
+
+@dataclass(slots=True)
+class Sighting:
+    """Rows that were not finite, and the module and line that this is laid to; None for the batch or the loss."""
+
+    rows: frozenset[int]
+    module: torch.nn.Module | None
+    lines: list[Line]
+    norms: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Open:
+    """A module that is running, what its children have given, and the autocast that it runs under."""
+
+    module: torch.nn.Module | None
+    answers: list[Answer] = field(default_factory=list)
+    autocast: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+class Observer:
+    """Hooks around one replay.
+
+    Args:
+        size: How many samples the batch holds.
+        batch_dim: The dimension of the samples.
+        values: Look at the values that modules take and give.
+        gradients: Look at the gradients that come back to what modules gave.
+    """
+
+    def __init__(self, size: int, batch_dim: int, *, values: bool = False, gradients: bool = False) -> None:
+        self._size = size
+        self._batch_dim = batch_dim
+        self._values = values
+        self._gradients = gradients
+        self._thread = threading.get_ident()
+        self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
+        self._finite: tuple[int, torch.nn.Module | None, list[Line]] = (0, None, [])
+        self._seen_at = 0
+        self.open: list[Open] = [Open(None)]
+        self.modules: dict[torch.nn.Module, None] = {}
+        self.sightings: list[Sighting] = []
+        self.smeared_by: ModuleCall | None = None
+        self.entries: list[torch.Tensor] = []
+
+    def __enter__(self) -> Observer:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, with_kwargs=True),
+        ]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        for handle in self._handles:
+            handle.remove()
+        return kind is Enough
+
+    def look(self, batch: Any) -> None:
+        """Look at the values of a batch before it is used.
+
+        Args:
+            batch: The batch.
+        """
+        self._look(tensors_in(batch), None)
+
+    def _look(self, tensors: list[torch.Tensor], call: ModuleCall | None) -> None:
+        """Look at what a module takes or gives."""
+        rows: frozenset[int] = frozenset().union(*map(self._rows, tensors))
+        if not rows:
+            return
+        if len(rows) < self._size:
+            if not self.sightings or self.sightings[-1].rows != rows:
+                lines = running_lines() if call else []
+                self.sightings.append(Sighting(rows, call.module if call else None, lines))
+        elif self.sightings:
+            # All rows at once after some: something mixed them. What was seen last is all there is to see.
+            self.smeared_by = call
+            raise Enough
+
+    def _rows(self, tensor: torch.Tensor) -> frozenset[int]:
+        known, mark = self._known.get(id(tensor)), write_mark(tensor)
+        if known is None or known[0] is not tensor or known[1] != mark:
+            known = self._known[id(tensor)] = tensor, mark, non_finite_rows([tensor], self._size, self._batch_dim)
+        return known[2]
+
+    def inside(self, module: torch.nn.Module | None) -> Open:
+        """Give what is known of a module that did not return; of None: of the code around all modules."""
+        return next((running for running in reversed(self.open) if running.module is module), self.open[0])
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self.modules[module] = None
+        if self._values:
+            self.open.append(Open(module))
+            self._look(tensors_in(args), ModuleCall(module, args, {}))
+        elif self._gradients:
+            self.open.append(Open(module))
+        else:
+            self.open.append(Open(module, autocast=_autocast_now()))
+
+    def _leave_module(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        # Modules that raised into an `except` of the user's code are still open; they are done with now.
+        while len(self.open) > 1 and self.open.pop().module is not module:
+            continue
+        tensors = tensors_in(output)
+        self.open[-1].answers.append(Answer(module, output, [write_mark(tensor) for tensor in tensors]))
+        if self._values:
+            self._look(tensors, ModuleCall(module, args, kwargs))
+        if self._gradients:
+            inputs = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
+            self._watch_gradients(module, inputs, [tensor for tensor in tensors if tensor.requires_grad])
+
+    def _watch_gradients(
+        self, module: torch.nn.Module, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        if not any(tensor.requires_grad for tensor in inputs):
+            self.entries += outputs
+        lines = running_lines() if outputs else []
+        for tensor in outputs:
+            # The hook must not hold the tensor that holds the hook.
+            hook = partial(self._look_back, at=id(tensor), module=module, lines=lines)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _look_back(self, grad: torch.Tensor, at: int, module: torch.nn.Module, lines: list[Line]) -> None:
+        rows = non_finite_rows([grad], self._size, self._batch_dim)
+        if not rows:
+            if self._finite[0] != at:  # the first to ask about a tensor is the innermost module that gave it
+                self._finite = at, module, lines
+            return
+        self._seen_at = at
+        if len(rows) < self._size:
+            # What came back to the module before was finite: it was born in that one's way back (or in the loss).
+            _, born_in, lines = self._finite
+            self.sightings.append(Sighting(rows, born_in, lines, self._norms(grad, rows)))
+        raise Enough
+
+    def _norms(self, grad: torch.Tensor, rows: frozenset[int]) -> dict[int, float]:
+        dim = batch_dim_of(grad, self._size, self._batch_dim)
+        assert dim is not None
+        norms = grad.movedim(dim, 0).reshape(self._size, -1).norm(dim=1).tolist()
+        return {row: norms[row] for row in rows}
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether the gradient that is not finite came back to what the outermost modules gave: born in the loss."""
+        outputs = (tensor for answer in self.open[0].answers for tensor in tensors_in(answer.output))
+        return any(id(tensor) == self._seen_at for tensor in outputs)
+
+
+def _autocast_now() -> dict[str, torch.dtype]:
+    """Give the lower precision that operations run in now, by device type; empty where there is none."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return {kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)}

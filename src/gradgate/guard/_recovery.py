@@ -1,0 +1,209 @@
+"""From a failed step to the step without the bad samples: blame, drop, run again, until it runs or must be raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from gradgate._names import listed
+from gradgate._torch_compat import buffers_of
+from gradgate.errors import GradgateError, TooManyBadSamples
+from gradgate.guard._batches import BatchReader
+from gradgate.guard._faults import Fault
+from gradgate.guard._localise import Blame, Localisation, localise
+from gradgate.guard._scenes import Scenes
+from gradgate.guard._state import TrainingState
+from gradgate.guard._trial import Outcome, Trial
+
+__all__ = ["Dropped", "Recovered", "Recovery"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """One row of the batch that was dropped, with the rows that it fails together with, and how that was found."""
+
+    row: int
+    together: tuple[int, ...]
+    blame: Blame
+    tests: int
+
+
+@dataclass(slots=True)
+class Recovered:
+    """How a recovery ended.
+
+    Attributes:
+        outcome: What the last try gave; None if no sample was left to try.
+        kept: The rows it had.
+        dropped: The rows that are to blame.
+        transient: A fault that did not come again.
+        reasons: Why the result may not be exact.
+    """
+
+    outcome: Outcome | None
+    kept: list[int]
+    dropped: list[Dropped]
+    transient: list[Fault] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Recovery:
+    """The way back from one fault.
+
+    Attributes:
+        trial: Makes the tries that count.
+        probe: Makes the tries that only tell something: the same without a gradient scaler.
+        state: Is put back before every try.
+        reader: Takes rows of the batch.
+        batch: The batch.
+        size: How many samples it holds.
+        compiled: Whether something compiled may run.
+        min_kept: With fewer rows left than this, nothing is tried.
+        refuse: Called with everything that is dropped so far; raises if that is too much.
+    """
+
+    trial: Trial
+    probe: Trial
+    state: TrainingState
+    reader: BatchReader
+    batch: Any
+    size: int
+    compiled: bool
+    min_kept: int
+    refuse: Callable[[Sequence[Dropped]], None]
+
+    def run(self, fault: Fault) -> Recovered:
+        """Find who is to blame for a fault, and make the step without them.
+
+        Args:
+            fault: The fault of the whole batch.
+
+        Returns:
+            How the step without the bad samples ended.
+
+        Raises:
+            TooManyBadSamples: Too many are to blame, or everyone is for a value that is not finite.
+        """
+        marks = self.state.parameter_marks()
+        result = self._run(fault, Recovered(None, list(range(self.size)), []))
+        written = self.state.written_parameters(marks)
+        if written:
+            result.reasons.append(f"parameters are written inside the step: {listed(written, 3)}")
+        if appeared := self.state.new_buffers():
+            result.reasons.append(f"buffers appeared inside the step: {listed(appeared, 3)}")
+        return result
+
+    def _run(self, fault: Fault, result: Recovered) -> Recovered:
+        if (outcome := self._left_to_scaler(fault, result.kept)) is not None:
+            result.outcome = outcome
+            return result
+        thorough = retried = False
+        while True:
+            batch = self._rows(result.kept)
+            eager = self.compiled and not retried
+            scenes = Scenes(self.probe, self.state, self.reader, batch, len(result.kept), eager=eager)
+            found = localise(scenes, fault, thorough=thorough)
+            self._note_strangers(found, result)
+            if not found.repeated:
+                if retried:
+                    self._raise(fault, result, "it comes and goes: it did not show again when it was searched for")
+                retried = True
+                outcome, kept, new = self._try(result.kept), result.kept, []
+                if outcome.fault is None:
+                    result.transient.append(fault)
+            else:
+                if not found.blames:
+                    self._raise(fault, result, _explained(found, len(result.kept)))
+                new = _dropped(found, result.kept)
+                kept = [row for row in result.kept if row not in {drop.row for drop in new}]
+                if len(kept) < self.min_kept:
+                    return self._give_up(result, new, kept)
+                outcome = self._try(kept)
+            if outcome.fault is not None and not thorough and outcome.fault.same_as(fault):
+                thorough = True  # what was blamed does not explain the fault: look again, at the same rows
+                continue
+            thorough = False
+            result.kept = kept
+            result.dropped += new
+            self.refuse(result.dropped)
+            if outcome.fault is None:
+                result.outcome = outcome
+                return result
+            fault = outcome.fault
+
+    def _rows(self, rows: list[int]) -> Any:
+        return self.batch if len(rows) == self.size else self.reader.select(self.batch, rows, self.size)
+
+    def _try(self, rows: list[int]) -> Outcome:
+        self.state.restore()
+        outcome = self.trial.run(self._rows(rows), len(rows))
+        if outcome.fault is not None and (left := self._left_to_scaler(outcome.fault, rows)) is not None:
+            return left
+        return outcome
+
+    def _left_to_scaler(self, fault: Fault, rows: list[int]) -> Outcome | None:
+        """Give the step with its overflow, for the scaler to see, if the overflow is gone without scaling."""
+        if self.trial is self.probe or fault.cause != "non-finite gradient":
+            return None
+        self.state.restore()
+        if self.probe.run(self._rows(rows), len(rows)).fault is not None:
+            return None
+        self.state.restore()
+        outcome = self.trial.run(self._rows(rows), len(rows))
+        outcome.fault = None
+        return outcome
+
+    def _give_up(self, result: Recovered, new: list[Dropped], kept: list[int]) -> Recovered:
+        """Make no step at all: nobody is left, or fewer than the model can work with."""
+        result.dropped += new
+        self.refuse(result.dropped)
+        self.state.restore()
+        result.kept = []
+        result.reasons.append(
+            f"only {len(kept)} of {self.size} samples are left, fewer than min_kept={self.min_kept}: no step was made"
+        )
+        return result
+
+    def _note_strangers(self, found: Localisation, result: Recovered) -> None:
+        """Say which modules ran that nobody put under guard although they have something to be guarded."""
+        strangers = [m for m in found.modules if m not in self.state.modules and buffers_of(m)]
+        if strangers:
+            names = listed(sorted({type(module).__name__ for module in strangers}), 3)
+            reason = f"modules with buffers ran that are not under guard: {names}; use Guard([model, other])"
+            if reason not in result.reasons:
+                result.reasons.append(reason)
+
+    def _raise(self, fault: Fault, result: Recovered, evidence: str) -> NoReturn:
+        """Raise a fault that is nobody's: the user's exception with the evidence behind it, or an error of our own."""
+        if result.dropped:
+            rows = listed([drop.row for drop in result.dropped])
+            evidence = f"without the bad samples (rows {rows}) the batch cannot run either: {evidence}"
+        if fault.error is None:
+            raise TooManyBadSamples(
+                f"Guard: {fault.message} in a batch of {self.size} samples; {evidence}.",
+                why="a fault that no sample can be blamed for is in the code, the weights or the learning rate; "
+                "a loss can also be a mean over nothing (cross_entropy with every label ignored).",
+                fix="gg.diagnose(lambda: loss_fn(batch), model=model)   # shows where it is born",
+            )
+        error = fault.error
+        told = GradgateError(f"Guard: {evidence}.", why="a fault of the code must be seen; no sample was dropped.")
+        told.__cause__ = error.__cause__
+        error.add_note(f"gradgate: {evidence}; no sample was dropped, and everything is as before the step.")
+        raise error from told
+
+
+def _dropped(found: Localisation, rows: list[int]) -> list[Dropped]:
+    """Turn blames of places in the current batch into rows of the whole one."""
+    dropped = []
+    for blame in found.blames:
+        group = tuple(rows[place] for place in blame.rows)
+        dropped += [Dropped(row, tuple(other for other in group if other != row), blame, found.tests) for row in group]
+    return dropped
+
+
+def _explained(found: Localisation, size: int) -> str:
+    if found.everyone:
+        return f"every sample that was tried fails in the same way ({found.tests} tests in a batch of {size})"
+    return f"no sample can be blamed for it ({found.tests} tests in a batch of {size})"

@@ -1,0 +1,79 @@
+"""What a guarded step gives back, and what a guarded run looked like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gradgate.guard._tables import text_table
+from gradgate.records import Incident
+
+__all__ = ["Step", "Summary"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """What `Guard.step` gives back.
+
+    Attributes:
+        loss: The mean loss over the kept samples, detached, 0-dim.
+        losses: One loss for each kept sample, detached, if the loss function gave them.
+        kept: The rows that took part; index with it: `batch[step.kept]`.
+        dropped: One incident for each row that did not.
+        exact: Whether gradients, buffers, random state and loss are bit-identical to those of the same call on the
+            batch without the dropped samples.
+        reason: Why they may not be; empty where they are.
+        transient: What went wrong once and did not come again; nothing was dropped for it.
+    """
+
+    loss: torch.Tensor
+    losses: torch.Tensor | None
+    kept: list[int]
+    dropped: tuple[Incident, ...] = ()
+    exact: bool = True
+    reason: str = ""
+    transient: tuple[Incident, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A guarded run in numbers; prints as a table.
+
+    Attributes:
+        steps: How many steps were made.
+        samples: How many samples they had.
+        bad_steps: How many steps had a bad sample.
+        dropped: How many samples were dropped.
+        transient: How many faults did not come again.
+        causes: How many samples were dropped for each cause.
+
+    Example:
+        >>> print(Summary(steps=10, samples=640, bad_steps=1, dropped=2, transient=0, causes={"exception": 2}))
+        10 steps with 640 samples: 2 samples dropped in 1 step (0.312 %), 0 transient faults
+        cause      dropped
+        exception  2
+    """
+
+    steps: int
+    samples: int
+    bad_steps: int
+    dropped: int
+    transient: int
+    causes: dict[str, int]
+
+    def __str__(self) -> str:
+        share = 100 * self.dropped / max(self.samples, 1)
+        line = (
+            f"{_many(self.steps, 'step')} with {_many(self.samples, 'sample')}: "
+            f"{_many(self.dropped, 'sample')} dropped in {_many(self.bad_steps, 'step')} ({share:.3g} %), "
+            f"{_many(self.transient, 'transient fault')}"
+        )
+        if not self.causes:
+            return line
+        rows = [(cause, str(count)) for cause, count in sorted(self.causes.items(), key=lambda item: -item[1])]
+        return f"{line}\n{text_table(('cause', 'dropped'), rows)}"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,162 @@
+"""Tests for the search: run some part of the user's code on some rows, and say how it fared.
+
+Three parts are used: the whole function on rows of the batch; one module on rows of the arguments it was called
+with; and the code around modules, which then answer from a tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from gradgate._torch_compat import ModuleCall, tree_flatten, write_mark
+from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, select_rows
+from gradgate.guard._faults import Fault
+from gradgate.guard._finite import non_finite_rows, tensors_in
+from gradgate.guard._search import Group, Verdict
+from gradgate.guard._state import TrainingState
+from gradgate.guard._tape import Tape
+from gradgate.guard._trial import Outcome, Trial
+
+__all__ = ["Scenes", "untouched"]
+
+
+class Scenes:
+    """The tests of one batch.
+
+    Args:
+        trial: Runs the user's function.
+        state: Is put back before each run.
+        reader: Takes rows of the batch.
+        batch: The batch.
+        size: How many samples it holds.
+        eager: Run compiled modules as they were written, so that hooks see inside and no size is compiled for.
+    """
+
+    def __init__(
+        self, trial: Trial, state: TrainingState, reader: BatchReader, batch: Any, size: int, *, eager: bool
+    ) -> None:
+        self.trial = trial
+        self.state = state
+        self.batch = batch
+        self.size = size
+        self.batch_dim = reader.batch_dim
+        self.recording = False
+        self.faults: dict[int, Fault] = {}
+        self._reader = reader
+        self.eager = eager
+
+    @contextmanager
+    def prepared(self, *, recording: bool | None = None, light: bool = False) -> Iterator[None]:
+        """Put the state back (all of it, or what costs little), and set the mode in which probes run."""
+        if light:
+            self.state.restore_tensors()
+        else:
+            self.state.restore()
+        with ExitStack() as stack:
+            if self.eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.set_grad_enabled(self.recording if recording is None else recording))
+            yield
+
+    def whole(self, fault: Fault) -> Callable[[Group], Verdict]:
+        """Test rows of the batch with the user's whole function, and backward where the fault showed there."""
+        walks_back = fault.stage == "backward"
+
+        def test(rows: Group) -> Verdict:
+            batch = self._reader.select(self.batch, rows, self.size)
+            with self.prepared(recording=walks_back or None):
+                outcome = (self.trial.run if walks_back else self.trial.forward)(batch, len(rows))
+            return self._verdict(rows, fault, outcome)
+
+        return test
+
+    def around(self, fault: Fault, tape: Tape) -> Callable[[Group], Verdict]:
+        """Test rows with the user's function while its outermost modules answer from a tape."""
+
+        def test(rows: Group) -> Verdict:
+            batch = self._reader.select(self.batch, rows, self.size)
+            outcome = Outcome()  # of a call that ended early: it came past the fault
+            with self.prepared(light=True), tape.answering(index_of(rows), until=fault.error is not None):
+                outcome = self.trial.forward(batch, len(rows))
+            return self._verdict(rows, fault, outcome)
+
+        return test
+
+    def around_and_back(self, fault: Fault, tape: Tape) -> Callable[[Group], Verdict]:
+        """The same for gradients: those that the loss sends back to what the modules answered."""
+
+        def test(rows: Group) -> Verdict:
+            batch = self._reader.select(self.batch, rows, self.size)
+            leaves: list[torch.Tensor] = []
+            with self.prepared(recording=True, light=True), tape.answering(index_of(rows), leaves):
+                outcome = self.trial.forward(batch, len(rows))
+                if outcome.fault is not None or not leaves:
+                    return Verdict.OTHER
+                gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+                    outcome.value, leaves, allow_unused=True
+                )
+            finite = all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
+            return Verdict.PASSES if finite else Verdict.SAME
+
+        return test
+
+    def inside(
+        self, fault: Fault, call: ModuleCall, tape: Tape, autocast: dict[str, torch.dtype]
+    ) -> Callable[[Group], Verdict] | None:
+        """Test rows of the arguments that a module was called with; None where they have no rows."""
+        if not _has_rows((call.args, call.kwargs), self.size, self.batch_dim):
+            return None
+        careful = next(call.module.buffers(), None) is not None
+        module = call.module
+        self.state.restore()
+
+        def test(rows: Group) -> Verdict:
+            if careful:
+                self.state.restore_tensors()
+            index = index_of(rows)
+            args, kwargs = self._arguments(call, index)
+            outcome = Outcome()  # of a call that ended early: it came past the fault
+            if not tape and not autocast:  # the way of most modules, and the way that must be fast
+                outcome = self.trial.attempt(lambda: module(*args, **kwargs))
+            else:
+                with ExitStack() as stack:
+                    for kind, dtype in autocast.items():
+                        stack.enter_context(torch.autocast(kind, dtype=dtype))
+                    stack.enter_context(tape.answering(index, until=bool(tape), besides=module))
+                    outcome = self.trial.attempt(lambda: module(*args, **kwargs))
+            return self._verdict(rows, fault, outcome)
+
+        return test
+
+    def smears(self, call: ModuleCall, row: int, companion: int) -> bool:
+        """Tell whether a module lets one row's value that is not finite into another row."""
+        args, kwargs = self._arguments(call, index_of([row, companion]))
+        with self.prepared():
+            outcome = self.trial.attempt(lambda: call.module(*args, **kwargs))
+        return outcome.fault is not None or 1 in non_finite_rows(tensors_in(outcome.value), 2, self.batch_dim)
+
+    def _arguments(self, call: ModuleCall, index: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
+        args = [select_rows(value, index, self.size, self.batch_dim) for value in call.args]
+        kwargs = {key: select_rows(value, index, self.size, self.batch_dim) for key, value in call.kwargs.items()}
+        return args, kwargs
+
+    def _verdict(self, rows: Group, fault: Fault, outcome: Outcome) -> Verdict:
+        if outcome.fault is None:
+            return Verdict.PASSES
+        if len(rows) <= 2:
+            self.faults.update(dict.fromkeys(rows, outcome.fault))
+        return Verdict.SAME if fault.same_as(outcome.fault) else Verdict.OTHER
+
+
+def untouched(call: ModuleCall) -> bool:
+    """Tell whether nobody has written into the arguments of a call, as far as autograd's counter knows."""
+    return all(write_mark(tensor)[1] == 0 for tensor in tensors_in((call.args, call.kwargs)))
+
+
+def _has_rows(tree: Any, size: int, batch_dim: int) -> bool:
+    leaves = tree_flatten(tree)[0]
+    return any(isinstance(leaf, torch.Tensor) and batch_dim_of(leaf, size, batch_dim) is not None for leaf in leaves)

@@ -1,0 +1,169 @@
+"""Which rows make a test fail: group testing over row numbers, with no knowledge of models.
+
+A test says of a list of rows whether it passes, fails in the *same* way as the whole batch did, or in some *other*
+way. A sample that fails only when it is alone is not bad, so every group is tested in company: together with an
+*anchor*, a row that has been seen to pass. A batch in which no row passes on its own is tested again at full size
+(each group repeated until it is as long as the batch), for models that depend on the size of the batch. If nothing
+passes then either, everybody fails, and the fault is not in the data.
+
+Finding k bad rows of n takes at most 2 k (log2(n / k) + 2) tests and a few to begin with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import cycle, islice
+
+__all__ = ["Search", "Verdict", "isolate"]
+
+Group = list[int]
+SCREENED = 8
+
+
+class Verdict(Enum):
+    """How a test of some rows ended."""
+
+    PASSES = "passes"
+    SAME = "fails as the whole batch does"
+    OTHER = "fails in another way"
+
+
+Test = Callable[[Group], Verdict]
+
+
+@dataclass
+class Search:
+    """What a search found.
+
+    Attributes:
+        groups: Minimal sets of rows that fail: single rows, or rows that fail only together.
+        everyone: Whether every row that was tested fails, so that nobody can be blamed.
+        tests: How many tests it took.
+    """
+
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    everyone: bool = False
+    tests: int = 0
+
+
+def isolate(rows: Group, test: Test, *, screened: int = SCREENED) -> Search:
+    """Find the minimal sets of rows that fail, knowing that all rows together do.
+
+    Args:
+        rows: The rows in question.
+        test: Says how a list of rows fares; a list may hold a row more than once.
+        screened: How many single rows must fail before everybody is said to.
+
+    Returns:
+        What was found; nothing at all if the test cannot tell.
+    """
+    return _Isolation(rows, test).run(screened)
+
+
+class _Isolation:
+    """One search: the test, the anchor, and the count."""
+
+    def __init__(self, rows: Group, test: Test) -> None:
+        self._rows = rows
+        self._test = test
+        self._anchor: Group = []
+        self._full_size = False
+        self._search = Search()
+
+    def run(self, screened: int) -> Search:
+        verdicts = self._find_anchor(screened)
+        if self._anchor:
+            suspects = [row for row in self._rows if row not in self._anchor]
+            if suspects:  # with the anchor they are all rows, which fail
+                self._search.groups = self._with_anchor(self._split(suspects, proven=True))
+        else:
+            self._search.everyone = Verdict.OTHER not in verdicts and bool(verdicts)
+        return self._search
+
+    def _find_anchor(self, screened: int) -> list[Verdict]:
+        """Look for a row that passes on its own, else for a group that passes at full size."""
+        verdicts = []
+        for row in _spread(self._rows, screened):
+            verdicts.append(self._ask([row, row]))
+            if verdicts[-1] is Verdict.PASSES:
+                self._anchor = [row]
+                return verdicts
+        if len(self._rows) > 2:
+            counts = (2, 4, 8) if Verdict.OTHER in verdicts else (2,)
+            for group in (part for count in counts for part in _parts(self._rows, count)):
+                verdicts.append(self._ask(self._filled(group)))
+                if verdicts[-1] is Verdict.PASSES:
+                    self._anchor, self._full_size = group, True
+                    return verdicts
+        return verdicts
+
+    def _split(self, group: Group, *, proven: bool) -> list[tuple[int, ...]]:
+        """Find the minimal failing sets in a group that fails; not `proven` means that it is only inferred."""
+        if len(group) == 1:
+            return [(group[0],)] if proven or self._fails(group) else []
+        left, right = _parts(group, 2)
+        if self._fails(left):
+            found = self._split(left, proven=True)
+            return found + (self._split(right, proven=True) if self._fails(right) else [])
+        # The left half is innocent, so the right half should be guilty; a test is saved by taking it for granted.
+        found = self._split(right, proven=False)
+        if found or not (proven or self._fails(group)):
+            return found
+        return self._together(group)
+
+    def _together(self, group: Group) -> list[tuple[int, ...]]:
+        """Find rows that fail only together, in a group that fails although neither half does."""
+        conflict = tuple(sorted(self._conflict([], False, group)))
+        rest = [row for row in group if row not in conflict]
+        return [conflict, *(self._split(rest, proven=True) if rest and self._fails(rest) else [])]
+
+    def _with_anchor(self, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Blame the anchor too where a row fails only together with it; more than two such rows are not expected."""
+        if self._full_size or len(groups) > 2:
+            return groups
+        for place, group in enumerate(groups):
+            if len(group) == 1 and self._ask([*group, *group]) is Verdict.PASSES:
+                groups[place] = tuple(sorted([*group, *self._anchor]))
+        return groups
+
+    def _conflict(self, background: Group, grown: bool, group: Group) -> Group:
+        """Find a minimal subset that fails together with a background, by halving (Junker's QuickXplain)."""
+        if grown and self._fails(background):
+            return []
+        if len(group) == 1:
+            return group
+        left, right = _parts(group, 2)
+        of_right = self._conflict(background + left, True, right)
+        of_left = self._conflict(background + of_right, bool(of_right), left)
+        return of_left + of_right
+
+    def _fails(self, group: Group) -> bool:
+        if not group:
+            return False
+        company = [*group, *(row for row in self._anchor if row not in group)]
+        return self._ask(self._filled(company) if self._full_size else company) is Verdict.SAME
+
+    def _filled(self, group: Group) -> Group:
+        return list(islice(cycle(group), max(len(self._rows), len(group))))
+
+    def _ask(self, rows: Group) -> Verdict:
+        self._search.tests += 1
+        return self._test(sorted(rows))  # in the order of the batch: it may mean something
+
+
+def _parts(group: Group, count: int) -> Iterator[Group]:
+    """Cut a group into parts of nearly equal length."""
+    size, longer = divmod(len(group), count)
+    start = 0
+    for number in range(count):
+        stop = start + size + (number < longer)
+        if stop > start:
+            yield group[start:stop]
+        start = stop
+
+
+def _spread(rows: Group, count: int) -> Group:
+    """Choose some rows from all over, without repeats."""
+    return rows if len(rows) <= count else [rows[number * len(rows) // count] for number in range(count)]

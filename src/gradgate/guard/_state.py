@@ -1,0 +1,152 @@
+"""What a step may write besides its result: buffers, gradients and random state, taken before and put back after.
+
+Parameters are not copied: a step does not write them. `written_parameters` finds the models that do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gradgate._torch_compat import buffers_of, copy_tensors, write_mark
+from gradgate.guard._random_state import RandomState
+
+__all__ = ["TrainingState"]
+
+
+class TrainingState:
+    """Buffers, gradients and random state of some modules.
+
+    Args:
+        modules: The modules that a step runs.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._roots = list(modules)
+        self._random = RandomState()
+        self._extra: list[torch.nn.Parameter] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again at what parameters and buffers there are; modules may have been moved or extended."""
+        self.modules = unique = dict.fromkeys(module for root in self._roots for module in root.modules())
+        found = (parameter for module in unique for parameter in module.parameters(recurse=False))
+        self.parameters: list[torch.nn.Parameter] = list(dict.fromkeys([*found, *self._extra]))
+        self._owners = [(module, name) for module in unique for name in buffers_of(module)]
+        self._slots = [(buffers_of(module), name) for module, name in self._owners]
+        self._buffers: list[torch.Tensor | None] = [owner[name] for owner, name in self._slots]
+        self._dense = [_without_repeats(b) for b in dict.fromkeys(self._buffers) if b is not None]
+        self._copies = [torch.empty_like(b) for b in self._dense]
+        self._random.watch({tensor.device for tensor in [*self.parameters, *self._dense]})
+
+    def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Take in parameters that a step is about to train although no guarded module owns them."""
+        known = set(self.parameters)
+        self._extra = [parameter for parameter in parameters if parameter not in known]
+        self.parameters += self._extra
+        self._lay_aside(self._extra)
+
+    def remember(self) -> None:
+        """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied."""
+        self._random.remember()
+        if self._slots:
+            current = [owner.get(name) for owner, name in self._slots]
+            if not all(map(operator.is_, current, self._buffers)):
+                self.refresh()  # the model was moved, or a buffer was assigned
+            copy_tensors(self._copies, self._dense)
+        self._gradients = []
+        self._lay_aside(self.parameters)
+
+    def _lay_aside(self, parameters: list[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._gradients.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def restore(self) -> None:
+        """Put everything back to what it was before the step, with no gradients: ready for another try."""
+        for (owner, name), buffer in zip(self._slots, self._buffers, strict=True):
+            owner[name] = buffer
+        self.restore_tensors()
+        self.forget_gradients()
+        self._random.restore()
+        # A cast of a weight that was cached without recording would cut the weight off in the next try.
+        torch.clear_autocast_cache()
+
+    def restore_tensors(self) -> None:
+        """Put back what is put back in a moment: the values of buffers and torch's own random state."""
+        with torch.no_grad():
+            copy_tensors(self._dense, self._copies)
+        self._random.restore_torch()
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients of a try that does not count."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Give the gradients that the current try has made."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def add_earlier_gradients(self) -> None:
+        """Add the step's gradients to those laid aside, in the order and with the rounding that autograd uses."""
+        if not self._gradients:
+            return
+        with torch.no_grad():
+            for parameter, earlier in self._gradients:
+                new = parameter.grad
+                if new is None:
+                    parameter.grad = earlier
+                elif earlier.is_sparse and not new.is_sparse:
+                    parameter.grad = new + earlier
+                else:
+                    parameter.grad = earlier.add_(new)
+        self._gradients = []
+
+    def give_back(self) -> None:
+        """Leave everything as it was before the step, the earlier gradients included."""
+        self.restore()
+        self.give_back_gradients()
+
+    def give_back_gradients(self) -> None:
+        """Put back only the gradients, which needs no work on a device (it may have died)."""
+        self.forget_gradients()
+        for parameter, earlier in self._gradients:
+            parameter.grad = earlier
+        self._gradients = []
+
+    def new_buffers(self) -> list[str]:
+        """Name the buffers that appeared during the step; what they were before is not known."""
+        if sum(len(buffers_of(module)) for module in self.modules) == len(self._slots):
+            return []
+        known = {(id(module), name) for module, name in self._owners}
+        return [
+            f"{path}.{name}".lstrip(".")
+            for root in self._roots
+            for path, module in root.named_modules()
+            for name in buffers_of(module)
+            if (id(module), name) not in known
+        ]
+
+    def parameter_marks(self) -> list[tuple[int, int]]:
+        """Give marks that change when somebody writes a parameter."""
+        return [write_mark(parameter) for parameter in self.parameters]
+
+    def written_parameters(self, marks: list[tuple[int, int]]) -> list[str]:
+        """Name the parameters that were written since the marks were taken."""
+        if marks == self.parameter_marks():
+            return []
+        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
+        now = zip(self.parameters, marks, self.parameter_marks(), strict=True)
+        return [names.get(id(parameter), "a parameter") for parameter, before, after in now if before != after]
+
+
+def _without_repeats(buffer: torch.Tensor) -> torch.Tensor:
+    """Narrow expanded dimensions to one element, so that every element lies in memory once."""
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            buffer = buffer.narrow(dim, 0, 1)
+    return buffer

@@ -1,0 +1,212 @@
+"""One try of the user's code on a batch: run it, judge what it gave, and walk back where gradients are wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.guard._faults import Fault, must_pass
+from gradgate.guard._finite import FiniteCheck, non_finite_rows, tensors_in
+from gradgate.guard._state import TrainingState
+
+__all__ = ["Catch", "LossTrial", "Outcome", "OutputTrial", "Scaler", "Trial"]
+
+Catch = tuple[type[BaseException], ...]
+
+
+class Scaler(Protocol):
+    """What the guard needs of `torch.amp.GradScaler`."""
+
+    def scale(self, outputs: torch.Tensor, /) -> torch.Tensor:
+        """Multiply a loss by the scale."""
+
+    def is_enabled(self) -> bool:
+        """Tell whether there is a scale at all."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a try ended.
+
+    Attributes:
+        fault: What went wrong, or None.
+        value: What is walked back from (the loss), or what is given to the user (the output).
+        per_sample: One value for each sample, where there is one: the losses.
+        bad_rows: The rows that are not finite, where the result is per sample.
+    """
+
+    fault: Fault | None = None
+    value: Any = None
+    per_sample: torch.Tensor | None = None
+    bad_rows: frozenset[int] | None = None
+
+
+class Trial(Protocol):
+    """A try that can be made again and again."""
+
+    walks_back: bool
+
+    def forward(self, batch: Any, size: int) -> Outcome:
+        """Run the user's code and judge its result, without walking back."""
+
+    def run(self, batch: Any, size: int) -> Outcome:
+        """Run it as the step does."""
+
+    def attempt(self, call: Callable[[], Any]) -> Outcome:
+        """Run a part of the user's code, and take what it raises for a fault."""
+
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        """The user's code."""
+
+
+class _Catching:
+    """Runs code and takes what it raises for a fault, as far as that may be."""
+
+    _catch: Catch
+
+    def attempt(self, call: Callable[[], Any]) -> Outcome:
+        """Run a part of the user's code.
+
+        Args:
+            call: The part.
+
+        Returns:
+            What it gave, or its fault.
+        """
+        try:
+            return Outcome(None, call())
+        except self._catch as error:
+            if must_pass(error):
+                raise
+            return Outcome(Fault.raised(error))
+
+
+class LossTrial(_Catching):
+    """The tries of `Guard.step`: a loss function, and backward.
+
+    Args:
+        function: The user's loss function.
+        state: The gradients it writes.
+        check: Looks at them.
+        catch: What may be blamed on samples.
+        scaler: Scales the loss before backward.
+    """
+
+    walks_back = True
+
+    def __init__(
+        self,
+        function: Callable[[Any], torch.Tensor],
+        state: TrainingState,
+        check: FiniteCheck,
+        catch: Catch,
+        scaler: Scaler | None = None,
+    ) -> None:
+        self.function = function
+        self.scaler = scaler
+        self._state = state
+        self._check = check
+        self._catch = catch
+        self.before_backward: Callable[[torch.Tensor], None] | None = None
+
+    def forward(self, batch: Any, size: int) -> Outcome:
+        """Run the loss function and look at the loss."""
+        outcome = self._call(batch, size)
+        if outcome.fault is None and not math.isfinite(number := float(outcome.value.item())):
+            self._blame_loss(outcome, number, size)
+        return outcome
+
+    def run(self, batch: Any, size: int) -> Outcome:
+        """Run the loss function, walk back, and look at the loss and the gradients, with one read by the host."""
+        outcome = self._call(batch, size)
+        if outcome.fault is not None:
+            return outcome
+        loss = outcome.value
+        # On the CPU a look costs nothing and may save the way back; elsewhere it would make the host wait twice.
+        if loss.is_cpu and not math.isfinite(number := loss.item()):
+            return self._blame_loss(outcome, number, size)
+        if self.before_backward is not None:
+            self.before_backward(loss)
+        try:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        except self._catch as error:
+            if must_pass(error):
+                raise
+            outcome.fault = Fault.raised(error, "backward")
+            return outcome
+        outcome.value = loss = loss.detach()
+        if self._check.alarm(self._state.gradients(), None if loss.is_cpu else loss):
+            number = float(loss.item())
+            if not math.isfinite(number):
+                return self._blame_loss(outcome, number, size)
+            outcome.fault = Fault("non-finite gradient", "backward", loss=number)
+        return outcome
+
+    def _call(self, batch: Any, size: int) -> Outcome:
+        try:
+            value = self.function(batch)
+        except self._catch as error:
+            if must_pass(error):
+                raise
+            return Outcome(Fault.raised(error))
+        # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentTypeError(
+                f"Guard.step(): `loss_fn` returned {describe(value)}.",
+                why="it gives the mean loss of the batch, or one loss for each sample, as a tensor.",
+                fix="return loss   # and keep other results with `nonlocal` or in a list",
+            )
+        if value.dim() == 0:
+            return Outcome(None, value)
+        if value.dim() == 1 and value.shape[0] == size:
+            return Outcome(None, value.mean(), value.detach())
+        if value.numel() == 1:
+            return Outcome(None, value.reshape(()))
+        raise ArgumentValueError(
+            f"Guard.step(): `loss_fn` returned {describe(value)} for a batch of {size} samples.",
+            why="a loss is one number for the batch or one for each sample.",
+            fix="return losses.flatten(1).mean(1)",
+        )
+
+    def _blame_loss(self, outcome: Outcome, number: float, size: int) -> Outcome:
+        outcome.fault = Fault("non-finite loss", "loss", loss=number)
+        if outcome.per_sample is not None:
+            outcome.bad_rows = non_finite_rows([outcome.per_sample], size, 0)
+        return outcome
+
+
+class OutputTrial(_Catching):
+    """The tries of `Guard.forward`: any function of a batch whose outputs have one row for each sample.
+
+    Args:
+        function: The user's function.
+        catch: What may be blamed on samples.
+        batch_dim: The dimension of the samples.
+    """
+
+    walks_back = False
+
+    def __init__(self, function: Callable[[Any], Any], catch: Catch, batch_dim: int) -> None:
+        self.function = function
+        self._catch = catch
+        self._batch_dim = batch_dim
+
+    def forward(self, batch: Any, size: int) -> Outcome:
+        """Run the function and look at its outputs."""
+        outcome = self.attempt(lambda: self.function(batch))
+        if outcome.fault is None:
+            outcome.bad_rows = non_finite_rows(tensors_in(outcome.value), size, self._batch_dim)
+            if outcome.bad_rows:
+                outcome.fault = Fault("non-finite output", "forward")
+        return outcome
+
+    def run(self, batch: Any, size: int) -> Outcome:
+        """Run it as `forward` does: there is no way back."""
+        return self.forward(batch, size)
