@@ -136,6 +136,16 @@ def test_attributes_of_the_user_are_pickled_as_before():
     assert weight.note == "kept"
 
 
+def test_a_plain_leaf_tensor_is_carried_too():
+    tensor = torch.ones(3, requires_grad=True)
+    gg.pin(tensor, rows=[0])
+    for way in WAYS.values():
+        other = way(way(tensor))
+        other.sum().backward()
+        assert other.grad.tolist() == [0, 1, 1]
+    assert tensor.grad is None
+
+
 # --- the mask in the state dict, on request ------------------------------------------------------------------------
 
 

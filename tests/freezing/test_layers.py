@@ -144,6 +144,22 @@ def test_a_handle_that_falls_does_not_thaw(net):
     assert frozen(net) == ()
 
 
+def test_a_handle_whose_parameters_were_thawed_by_force_knows_it(net):
+    handle, pin = gg.freeze(net, "encoder.*"), gg.pin(net.head.weight, rows=[0])
+    gg.freezing.thaw(net)
+    assert not handle.active
+    assert not pin.active
+    handle.thaw()
+    pin.release()
+
+
+def test_nothing_to_freeze_is_a_handle_all_the_same(net):
+    handle = gg.train_only(net, "*")
+    assert handle.names == ()
+    handle.verify()
+    handle.thaw()
+
+
 def test_thawing_leaves_nothing_behind(net):
     before = {name: sorted(parameter.__dict__) for name, parameter in net.named_parameters()}
     gg.freeze(net).thaw()
@@ -194,6 +210,15 @@ def test_two_parameters_over_one_storage_are_frozen_together():
     model[1].weight.grad = torch.ones(3, 3)
     optimizer.step()
     handle.verify()
+
+
+def test_ties_reach_through_overlaps():
+    """The second overlaps the first and the third; holding one means holding all."""
+    flat = torch.randn(12)
+    model = nn.ParameterDict({name: nn.Parameter(flat[at : at + 6]) for name, at in (("a", 0), ("b", 3), ("c", 6))})
+    handle = gg.freeze(model, "c")
+    assert handle.names == ("a", "b", "c")
+    assert handle.tied["a"] == ("b", "c")
 
 
 def test_neighbours_in_one_storage_are_not_tied():

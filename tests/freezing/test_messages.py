@@ -44,13 +44,16 @@ CASES = [
     (lambda: gg.pin(PARAMETER, rows=[0, 3]), ArgumentIndexError, r"row 3 does not exist .*\nWhy: its rows are 0 to 2"),
     (lambda: gg.pin(PARAMETER, rows=[-4]), ArgumentIndexError, "row -4 does not exist"),
     (lambda: gg.pin(PARAMETER, rows=[0.5]), ArgumentTypeError, r"`rows` is the list \[0\.5\]"),
+    (lambda: gg.pin(PARAMETER, rows=5), ArgumentTypeError, "`rows` is the int 5"),
+    (lambda: gg.pin(PARAMETER, rows="ab"), ArgumentTypeError, "`rows` is the str 'ab'"),
+    (lambda: gg.freeze(nn.ReLU()), NothingMatchedError, r"matches no parameter of ReLU\.\nWhy: the model has no"),
     (lambda: gg.pin(PARAMETER, rows=torch.tensor([True])), ArgumentTypeError, "`rows` is a bool tensor"),
     (lambda: gg.pin(PARAMETER, rows=torch.tensor([[0]])), ArgumentTypeError, "`rows` is a int64 tensor"),
     (lambda: gg.pin(nn.Parameter(torch.tensor(1.0)), rows=[0]), ArgumentIndexError, "Why: it has no rows"),
     (
         lambda: gg.pin(PARAMETER, frozen=torch.ones(3, 2)),
         ArgumentTypeError,
-        r"Fix: gg\.pin\(parameter, frozen=frozen != 0",
+        r"Fix: frozen=frozen != 0",
     ),
     (lambda: gg.pin(PARAMETER, frozen=[True]), ArgumentTypeError, r"`frozen` is the list \[True\]"),
     (

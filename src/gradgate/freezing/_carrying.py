@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,7 +77,8 @@ def _copied(reference: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch
     parameter = _alive_parameter(reference)
     if id(parameter) in memo:
         return memo[id(parameter)]  # type: ignore[no-any-return]
-    result: torch.Tensor = type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
+    with _bare(parameter):
+        result: torch.Tensor = type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
     for kind, watcher in watchers_of(parameter).items():
         attach(result, kind, copy.deepcopy(watcher, memo))
     return result
@@ -84,14 +86,21 @@ def _copied(reference: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch
 
 def _reduced(reference: weakref.ref[torch.Tensor], protocol: int) -> tuple[Any, ...]:
     parameter = _alive_parameter(reference)
-    ours = {name: parameter.__dict__.pop(name) for name in _ATTRIBUTES}
-    try:
+    with _bare(parameter):
         function, arguments = type(parameter).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
         # Attributes of the user come as the living dictionary, to which ours go back in a moment.
         arguments = tuple(dict(part) if type(part) is dict else part for part in arguments)
+    return _rebuilt, (function, arguments, watchers_of(parameter))
+
+
+@contextmanager
+def _bare(parameter: torch.Tensor) -> Iterator[None]:
+    """Take our attributes off, so that the class copies the parameter as it always does."""
+    ours = {name: parameter.__dict__.pop(name) for name in _ATTRIBUTES}
+    try:
+        yield
     finally:
         parameter.__dict__.update(ours)
-    return _rebuilt, (function, arguments, ours[_ATTRIBUTE])
 
 
 def _rebuilt(

@@ -31,7 +31,6 @@ class Pin:
     Attributes:
         parameter: The parameter, the same object as before.
         count: How many elements this pin holds.
-        active: Whether it still holds them.
 
     Example:
         >>> embedding = torch.nn.Embedding(4, 2)
@@ -45,10 +44,15 @@ class Pin:
         self.parameter = parameter
         self._region = region_of(frozen)
         self.count = self._region.count
-        self.active = True
         self._token = uuid.uuid4().hex
         take_hold(parameter).pin(parameter, self._token, self._region)
         self.accept()
+
+    @property
+    def active(self) -> bool:
+        """Whether it still holds its elements."""
+        hold = hold_of(self.parameter)
+        return hold is not None and self._token in hold.pins
 
     @property
     def frozen(self) -> torch.Tensor:
@@ -57,9 +61,8 @@ class Pin:
 
     def release(self) -> None:
         """Let go; a second call does nothing."""
-        if self.active and (hold := hold_of(self.parameter)) is not None:
+        if (hold := hold_of(self.parameter)) is not None:
             hold.release(self.parameter, self._token)
-        self.active = False
 
     def accept(self) -> None:
         """Take the values of now as the pinned ones, after they were changed on purpose."""
@@ -230,8 +233,11 @@ def row_numbers(rows: Sequence[int] | torch.Tensor | range, parameter: torch.Ten
         ArgumentTypeError: They are not integers.
         ArgumentIndexError: One of them does not exist.
     """
-    numbers = rows if isinstance(rows, torch.Tensor) else torch.as_tensor(list(rows))
-    if numbers.numel() == 0:
+    try:
+        numbers = rows if isinstance(rows, torch.Tensor) else torch.as_tensor(list(rows))
+    except (TypeError, ValueError, RuntimeError):  # not iterable, or a list of anything
+        numbers = torch.empty(0, 0)
+    if numbers.shape == (0,):
         numbers = numbers.long()
     if numbers.dtype is torch.bool or numbers.is_floating_point() or numbers.is_complex() or numbers.dim() != 1:
         raise ArgumentTypeError(
@@ -273,7 +279,7 @@ def _check_mask(frozen: Any, parameter: torch.Tensor) -> torch.Tensor:
         raise ArgumentTypeError(
             f"pin(): `frozen` is {describe(frozen)}.",
             why="it is a boolean tensor; True does not move.",
-            fix="gg.pin(parameter, frozen=frozen != 0)" if isinstance(frozen, torch.Tensor) else "rows=[0, 5]",
+            fix=f"frozen={'frozen != 0' if isinstance(frozen, torch.Tensor) else 'torch.as_tensor(frozen) != 0'}",
         )
     fits = frozen.dim() == parameter.dim() and all(
         a in (1, b) for a, b in zip(frozen.shape, parameter.shape, strict=True)

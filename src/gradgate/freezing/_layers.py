@@ -23,8 +23,8 @@ from gradgate.freezing._selection import (
     local_part,
     named_modules,
     named_parameters,
-    overlapping,
     select,
+    ties_of,
     with_parents,
     wording,
 )
@@ -64,18 +64,24 @@ class FreezeHandle:
         self.model = model
         self.names = tuple(names)
         self._parameters = {name: known[name] for name in names}
-        self.tied = _ties(self._parameters)
+        self.tied = ties_of(self._parameters)
         self._modules = modules
         self.statistics = tuple(modules)
         self._token = uuid.uuid4().hex
         self._fingerprints: dict[str, Fingerprint] = {}
-        self.active = True
+        self._thawed = False
         synchronised = replicated()
         for parameter in self._parameters.values():
             take_hold(parameter).freeze(parameter, self._token, label, synchronised=id(parameter) in synchronised)
         for module in modules.values():
             hold_statistics(module, self._token)
         self.accept()
+
+    @property
+    def active(self) -> bool:
+        """Whether it still holds anything; `gg.freezing.thaw` may have freed all of it."""
+        holds = [hold_of(parameter) for parameter in self._parameters.values()]
+        return not self._thawed and (not holds or any(hold and self._token in hold.freezes for hold in holds))
 
     def thaw(self) -> None:
         """Let go: what no other handle holds learns again, as it did before. A second call does nothing.
@@ -87,7 +93,7 @@ class FreezeHandle:
         if not self.active:
             return
         _check_synchronised(self._parameters, self._token)
-        self.active = False
+        self._thawed = True
         for parameter in self._parameters.values():
             if (hold := hold_of(parameter)) is not None:
                 hold.thaw(parameter, self._token)
@@ -245,7 +251,8 @@ def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: 
             why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
             fix="model(example_batch)   # or model.to_empty(device=...) and load_state_dict, before the freeze",
         )
-    chosen = set(names) | set(overlapping([known[name] for name in names], known))
+    ties = ties_of(known)
+    chosen = set(names).union(*(ties.get(name, ()) for name in names))
     names = [name for name in known if name in chosen]
     modules = _at_rest(model, [known[name] for name in names]) if statistics else {}
     return FreezeHandle(model, names, label, modules)
@@ -304,16 +311,6 @@ def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Modul
             if own and all(id(parameter) in ids for parameter in own):
                 found[name] = module
     return found
-
-
-def _ties(parameters: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
-    ties = {}
-    for name, parameter in parameters.items():
-        others = {other for other, candidate in parameters.items() if candidate is parameter}
-        others |= set(overlapping([parameter], parameters))
-        if others := others - {name}:
-            ties[name] = tuple(other for other in parameters if other in others)
-    return ties
 
 
 def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) -> None:

@@ -20,8 +20,8 @@ __all__ = [
     "local_part",
     "named_modules",
     "named_parameters",
-    "overlapping",
     "select",
+    "ties_of",
     "with_parents",
     "wording",
 ]
@@ -96,37 +96,45 @@ def select(model: nn.Module, what: Sequence[Selector], function: str) -> list[st
         if not found:
             raise _nothing(model, known, selector, function)
         chosen |= found
+    if not known:
+        raise _nothing(model, known, "*", function)
     return [name for name, parameter in known.items() if not what or id(parameter) in chosen]
 
 
-def overlapping(chosen: Sequence[nn.Parameter], known: dict[str, nn.Parameter]) -> list[str]:
-    """Give the names of further parameters whose memory overlaps that of a chosen one: tied by storage."""
-    ids = {id(parameter) for parameter in chosen}
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for parameter in chosen:
-        storage, start, stop = _memory(parameter)
-        taken.setdefault(storage, []).append((start, stop))
-    return [
-        name
-        for name, parameter in known.items()
-        if id(parameter) not in ids and parameter.numel()
-        for storage, start, stop in [_memory(parameter)]
-        if any(a < stop and start < b for a, b in taken.get(storage, ()))
-    ]
+def ties_of(known: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    """Find the parameters that share memory: one object under several names, or several objects over one storage.
+
+    Args:
+        known: Every parameter under every name.
+
+    Returns:
+        For each name that is tied: the other names, in the model's order.
+    """
+    pieces: dict[object, list[tuple[int, int, str]]] = {}
+    for name, parameter in known.items():
+        part = local_part(parameter)
+        reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        start = int(part.storage_offset()) * part.element_size()
+        stop = start + (reach + 1) * part.element_size()
+        storage = part.untyped_storage().data_ptr() if part.numel() else f"empty {id(parameter)}"
+        pieces.setdefault(storage, []).append((start, stop, name))
+    groups: list[list[str]] = []
+    for storage_pieces in pieces.values():
+        end = -1
+        for start, stop, name in sorted(storage_pieces):
+            if start >= end:
+                groups.append([])
+            groups[-1].append(name)
+            end = max(end, stop)
+    together = {name: set(group) for group in groups if len(group) > 1 for name in group}
+    return {
+        name: tuple(other for other in known if other in together[name] - {name}) for name in known if name in together
+    }
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Give the part of a sharded tensor (FSDP2) that this process has; of others, all."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _memory(parameter: torch.Tensor) -> tuple[int, int, int]:
-    """Give the storage of a tensor, its first byte there, and the one after its last."""
-    part = local_part(parameter)
-    reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    start = int(part.storage_offset()) * part.element_size()
-    stop = start + (reach + 1) * part.element_size() if part.numel() else start
-    return part.untyped_storage().data_ptr(), start, stop
 
 
 def wording(selector: Selector) -> str:

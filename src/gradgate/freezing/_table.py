@@ -12,7 +12,7 @@ from torch import nn
 
 from gradgate.freezing._holding import ROWS_TOKEN, hold_of
 from gradgate.freezing._rows import rows_of
-from gradgate.freezing._selection import bare, named_modules, named_parameters
+from gradgate.freezing._selection import bare, named_modules, named_parameters, ties_of
 from gradgate.freezing._statistics import has_statistics, held_statistics
 
 __all__ = ["Totals", "TrainableTable", "trainable"]
@@ -100,10 +100,11 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
     known = named_parameters(inner)
     moved = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     counted: set[int] = set()
+    ties = ties_of(known)
     table, elements, learning = TrainableTable(), 0, 0
     for name, parameter in known.items():
         entry = _entry(parameter, moved if optimizers else None)
-        entry["tied"] = [other for other, candidate in known.items() if candidate is parameter and other != name]
+        entry["tied"] = list(ties.get(name, ()))
         if entry["tied"]:
             entry["why"] = "; ".join(filter(None, [entry["why"], f"tied: {', '.join(entry['tied'])}"]))
         table[name] = entry
