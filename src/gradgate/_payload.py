@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from gradgate._torch_compat import holds_its_values
 from gradgate.errors import LedgerError
 
 __all__ = ["LIMIT", "Fields", "Missing", "decode", "encode", "missing_in"]
@@ -189,15 +190,15 @@ class _Writer:
             value = value.coalesce()
             return {"sparse": [self.tensor(value.indices()), self.tensor(value.values())], "size": list(value.shape)}
         real = value.dtype.to_real() if value.is_complex() else value.dtype
-        if value.layout is not torch.strided or value.device.type == "meta" or value.is_nested or real not in _DTYPES:
+        stored = value.layout is torch.strided and not value.is_nested and value.device.type != "meta"
+        if not (stored and real in _DTYPES and holds_its_values(value)):
             return _missing(value)
         if not self.takes(value.numel() * value.element_size() + 128):
             return _missing(value, "too large")
-        with torch.no_grad():
-            plain = value.detach().resolve_conj().resolve_neg()
-            plain = torch.view_as_real(plain) if plain.is_complex() else plain
-            # A copy, because the format refuses tensors that share memory.
-            plain = plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        try:
+            plain = _copied(value)
+        except RuntimeError:  # A tensor that torch.func traces has no memory.
+            return _missing(value)
         name = str(len(self.tensors))
         self.tensors[name] = plain
         return {"tensor": name, "complex": value.is_complex(), "grad": value.requires_grad and value.is_leaf}
@@ -321,6 +322,16 @@ _LEAVES: tuple[tuple[Any, str, Callable[[Any], str]], ...] = (
     (PurePath, "path", str),
     (complex, "complex", str),
 )
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the values of a tensor as a plain one on the CPU, in memory of its own: the format refuses shared memory."""
+    with torch.no_grad():
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        plain = plain.to("cpu", copy=True, memory_format=torch.contiguous_format).as_subclass(torch.Tensor)
+        plain.data_ptr()
+    return plain
 
 
 def _field_names(value: Any) -> list[str]:

@@ -29,6 +29,7 @@ __all__ = [
     "find_non_finite",
     "function_class_of",
     "has_data",
+    "holds_its_values",
     "innermost_call",
     "inside_forward_mode",
     "inside_functorch",
@@ -378,3 +379,15 @@ def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
         return _get_current_dispatch_mode() is mode
     top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return top is mode
+
+
+def holds_its_values(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has its values in memory of its own, and does not wrap or only imitate others.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        False for fake tensors, distributed tensors and other subclasses that dispatch by themselves.
+    """
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

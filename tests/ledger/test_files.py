@@ -37,7 +37,7 @@ def test_a_folder_is_not_a_ledger(tmp_path):
         Ledger(tmp_path)
 
 
-@pytest.mark.parametrize("path", [None, "", ":memory:"])
+@pytest.mark.parametrize("path", [None, "", ":memory:", 7, b"run.ledger", "/"])
 def test_a_ledger_is_a_file(path):
     with pytest.raises(ArgumentValueError, match="a ledger is a file"):
         Ledger(path)

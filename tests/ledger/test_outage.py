@@ -155,6 +155,24 @@ def test_a_closed_ledger_can_still_be_asked(ledger):
     ledger._file.close()
 
 
+def test_an_incident_recorded_while_another_is_written_is_not_lost(ledger, monkeypatch):
+    """As a signal handler does it: in the same thread, in the middle of a transaction."""
+    write = _writer.write_entries
+    once = iter([True])
+
+    def interrupted(connection, entries):
+        if next(once, False):
+            ledger.record(incident("inner"))
+        return write(connection, entries)
+
+    monkeypatch.setattr(_writer, "write_entries", interrupted)
+    with pytest.warns(LedgerWarning, match="within a transaction"):
+        ledger.record(incident("outer"))
+    assert [found.sample_id for found in ledger.pending] == ["inner"]
+    ledger.flush()
+    assert samples(ledger) == ["before", "outer", "inner"] or samples(ledger) == ["before", "inner", "outer"]
+
+
 def test_no_warning_while_all_is_well(ledger):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

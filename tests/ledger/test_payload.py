@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
 
 from gradgate._payload import Fields, Missing, decode, encode, missing_in
 from gradgate.errors import LedgerError
@@ -164,6 +166,32 @@ def test_what_cannot_be_stored_says_what_it_was():
     assert back["x"].tolist() == [1.0]
     assert missing_in(back) == ["builtins.object", "torch.float32 of shape (2, 3)", "builtins.type"]
     assert missing_in(Batch(Missing("a"))) == ["a"]
+
+
+def test_tensors_without_values_of_their_own_are_missing():
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    with pytest.warns(UserWarning, match="prototype"):
+        wrapped = masked_tensor(torch.ones(2), torch.tensor([True, False]))
+    assert missing_in(there_and_back([fake, wrapped])) == ["torch.float32 of shape (2,)"] * 2
+    seen = []
+
+    def inside(x):
+        seen.append(there_and_back(x))
+        return x
+
+    torch.func.vmap(inside)(torch.ones(2, 3))
+    assert seen == [Missing("torch.float32 of shape (3,)")]
+
+
+class Picture(torch.Tensor):
+    """A subclass with memory of its own, as image libraries have."""
+
+
+def test_a_subclass_comes_back_as_a_plain_tensor():
+    back = there_and_back(torch.ones(2).as_subclass(Picture))
+    assert type(back) is torch.Tensor
+    assert back.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,13 @@ def test_a_filter_that_does_not_exist_is_named(ledger):
         ledger.incidents(sample="a")
 
 
+def test_a_limit_is_not_negative(ledger):
+    ledger.record(incident())
+    assert ledger.incidents(limit=0) == []
+    with pytest.raises(ArgumentValueError, match="`limit` is -1"):
+        ledger.incidents(limit=-1)
+
+
 @pytest.mark.parametrize("text", ["yesterday", "2h ago", "", "2026-13-01"])
 def test_a_time_that_cannot_be_read_is_an_error(ledger, text):
     with pytest.raises(ArgumentValueError, match=f"the time '{text}' cannot be read"):

@@ -264,9 +264,37 @@ def test_classes_of_the_loss_function_come_back(ledger):
     assert gg.replay(ledger, name, Loss().method).verdict == "passes"
 
 
+def test_a_loss_function_that_changes_its_batch_gets_a_new_one_each_time(ledger):
+    name = recorded(ledger, torch.ones(1, 2), exception_type="builtins.KeyError", message="x")
+
+    def loss_fn(batch):
+        batch.neg_()
+        if len(batch) == 1:
+            raise ValueError("alone")
+        assert (batch == -1).all()
+        return batch.sum()
+
+    assert gg.replay(ledger, name, loss_fn).verdict == "passes"
+
+
+def test_a_mode_of_the_caller_does_not_hide_the_gradient(ledger):
+    weight = torch.zeros(1, requires_grad=True)
+    name = recorded(ledger, torch.ones(1), stage="backward", cause="non-finite gradient")
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert gg.replay(ledger, name, lambda batch: (weight * batch).sqrt().sum()).verdict == "same"
+
+
+def test_a_sample_that_could_not_be_loaded_is_said(ledger):
+    incident = Incident(stage="load", cause="exception", sample_id="7")
+    ledger.record(incident)
+    with pytest.raises(LedgerError, match=r"it failed while it was loaded(.|\n)*dataset\[7\]"):
+        gg.replay(ledger, incident.id, strict)
+
+
 def test_a_sample_that_was_not_stored_is_said(tmp_path):
     with Ledger(tmp_path / "run.ledger") as ledger:
-        incident = Incident(stage="load", cause="exception")
+        incident = Incident(stage="forward", cause="exception")
         ledger.record(incident, b"sample")
         with pytest.raises(LedgerError, match=r"was not stored: .*opened without it(.|\n)*payload=True"):
             gg.replay(ledger, incident.id, strict)

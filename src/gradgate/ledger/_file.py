@@ -26,10 +26,34 @@ LOCK = threading.RLock()
 PATIENCE = 5.0
 """How many seconds a writer waits for another one; after a failure it waits far less, to let the training go on."""
 
+STEPS = 10_000
+"""After how many steps of SQLite's machine the meter is read."""
+
 _left_to_the_parent: list[sqlite3.Connection] = []
 
 if hasattr(os, "register_at_fork"):  # Not on Windows, which does not fork.
     os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
+
+
+class _Meter:
+    """Stops a question that takes more steps than a sound file of its size could need.
+
+    The pages of a hostile file may point to each other so that a few of them pretend to hold more rows than could ever
+    be read. A sound row takes some hundred bytes and some hundred steps; ten steps for each byte are plenty.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def allow(self, path: Path | None) -> None:
+        """Allow what the file's size may need, or anything if there is none."""
+        sizes = (Path(f"{path}{part}") for part in ("", "-wal")) if path else ()
+        total = sum(file.stat().st_size for file in sizes if file.exists())
+        self.left = (1_000_000 + 10 * total) // STEPS if path else 2**62
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
 
 
 class LedgerFile:
@@ -49,6 +73,7 @@ class LedgerFile:
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
         self._process = os.getpid()
+        self._meter = _Meter()
         with LOCK, _explained(path):
             self._connect()
 
@@ -60,7 +85,9 @@ class LedgerFile:
             LedgerError: The file cannot be read.
         """
         with LOCK, _explained(self.path):
-            yield self._connect()
+            connection = self._connect()
+            self._meter.allow(self.path)
+            yield connection
 
     @contextmanager
     def writing(self, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
@@ -80,6 +107,7 @@ class LedgerFile:
                     fix=f"gg.Ledger({str(self.path)!r})",
                 )
             connection = self._connect()
+            self._meter.allow(None)
             connection.execute(f"PRAGMA busy_timeout = {int(patience * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -109,7 +137,9 @@ class LedgerFile:
         if self._connection is not None and self._identity != _identity(self.path):
             self.close()
         if self._connection is None:
-            self._connection = _open_to_read(self.path) if self.read_only else _open_to_write(self.path)
+            self._meter.allow(self.path)
+            open_file = _open_to_read if self.read_only else _open_to_write
+            self._connection = open_file(self.path, self._meter)
             self._identity = _identity(self.path)
         return self._connection
 
@@ -145,7 +175,7 @@ _MEANINGS = (
         "ls -l FILE   # and choose a path that can be written",
     ),
     ("SQLITE_BUSY", "another process holds it for longer than this one waits.", "try again, or give each rank a file"),
-    ("SQLITE_INTERRUPT", "the question took longer than it may.", "ask for less, or allow more time"),
+    ("SQLITE_INTERRUPT", "it took longer than it may, or than a sound file of this size needs.", _RECOVER),
     ("SQLITE_IOERR", "the disk failed.", "look at the disk; network file systems are not safe for SQLite"),
 )
 
@@ -166,7 +196,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _open_to_write(path: Path) -> sqlite3.Connection:
+def _open_to_write(path: Path, meter: _Meter) -> sqlite3.Connection:
     if path.is_dir() or not path.parent.is_dir():
         missing = path.parent if not path.is_dir() else None
         raise LedgerError(
@@ -176,7 +206,7 @@ def _open_to_write(path: Path) -> sqlite3.Connection:
             if missing
             else f"gg.Ledger({str(path / 'run.ledger')!r})",
         )
-    connection = _connection(path, "mode=rwc")
+    connection = _connection(path, "mode=rwc", meter)
     try:
         with _named(path):
             _schema.upgrade(connection)
@@ -192,29 +222,26 @@ def _open_to_write(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _open_to_read(path: Path) -> sqlite3.Connection:
+def _open_to_read(path: Path, meter: _Meter) -> sqlite3.Connection:
     if not path.is_file():
         raise LedgerError(
             f"there is no ledger {path}.",
             why="it was to be read, so it is not created.",
             fix=f"ls {path.parent}   # which files are there?",
         )
-    connection = _connection(path, "mode=ro")
     try:
-        with _named(path):
-            _schema.check(connection)
-        return connection
+        return _checked(path, "mode=ro", meter)
     except sqlite3.OperationalError:
-        connection.close()
         # Reading in WAL mode writes beside the file. Where that is forbidden, and nothing waits there to be read,
         # the file can be taken as it is.
         waiting = Path(f"{path}-wal")
         if waiting.exists() and waiting.stat().st_size > 0:
             raise
-    except BaseException:
-        connection.close()
-        raise
-    connection = _connection(path, "mode=ro&immutable=1")
+    return _checked(path, "mode=ro&immutable=1", meter)
+
+
+def _checked(path: Path, how: str, meter: _Meter) -> sqlite3.Connection:
+    connection = _connection(path, how, meter)
     try:
         with _named(path):
             _schema.check(connection)
@@ -224,7 +251,7 @@ def _open_to_read(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _connection(path: Path, how: str) -> sqlite3.Connection:
+def _connection(path: Path, how: str, meter: _Meter) -> sqlite3.Connection:
     try:
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?{how}",
@@ -235,6 +262,7 @@ def _connection(path: Path, how: str) -> sqlite3.Connection:
         )
     except sqlite3.Error as error:
         raise explain(error, path) from error
+    connection.set_progress_handler(meter, STEPS)
     # Nothing in a file from someone else may run functions, and its pages are looked at twice.
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")

@@ -64,11 +64,14 @@ class Ledger(Questions):
         snapshot_limit: int = 256 * 2**20,
         read_only: bool = False,
     ) -> None:
-        if str(path) in ("", "None", ":memory:"):
+        try:
+            self.path = Path(path)
+        except TypeError:
+            self.path = Path()
+        if not self.path.name or self.path.name == ":memory:":
             raise ArgumentValueError(
                 f"Ledger(): `path` is {path!r}.", why="a ledger is a file.", fix='gg.Ledger("run.ledger")'
             )
-        self.path = Path(path)
         self.payload = payload
         self.snapshot = snapshot
         self.payload_limit = payload_limit

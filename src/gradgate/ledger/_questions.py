@@ -43,8 +43,13 @@ class Questions:
             The incidents.
 
         Raises:
+            ArgumentValueError: `limit` is negative.
             LedgerError: The file cannot be read.
         """
+        if limit is not None and limit < 0:
+            raise ArgumentValueError(
+                f"incidents(): `limit` is {limit}.", why="it says how many to give at most.", fix="limit=50"
+            )
         with self._file.reading() as connection:
             found = list(select_incidents(connection, filters, limit=limit, newest_first=newest_first))
         waiting = [incident for incident in self._writer.waiting if matches(incident, filters)]

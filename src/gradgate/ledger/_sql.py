@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradgate.errors import ArgumentValueError
+from gradgate.errors import ArgumentValueError, LedgerError
 from gradgate.ledger._file import LedgerFile
 
 __all__ = ["Answer", "ask"]
@@ -58,9 +58,7 @@ def ask(
     try:
         with file.reading() as connection:
             connection.execute("PRAGMA query_only = ON")
-            connection.set_authorizer(
-                lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
-            )
+            connection.set_authorizer(_only_reading)
             until = time.monotonic() + seconds
             connection.set_progress_handler(lambda: time.monotonic() > until, 10_000)
             try:
@@ -69,8 +67,15 @@ def ask(
             except (sqlite3.ProgrammingError, sqlite3.Warning) as error:
                 raise _wrong(error) from error
             except sqlite3.DatabaseError as error:
-                if getattr(error, "sqlite_errorname", "") in ("SQLITE_ERROR", "SQLITE_AUTH"):
+                code = getattr(error, "sqlite_errorname", "")
+                if code in ("SQLITE_ERROR", "SQLITE_AUTH"):
                     raise _wrong(error) from error
+                if code == "SQLITE_INTERRUPT":
+                    raise LedgerError(
+                        f"the question took longer than {seconds:g} seconds.",
+                        why="a question without an end must not hold up everything.",
+                        fix=f"ledger.sql(..., seconds={10 * seconds:g})   # or ask for less",
+                    ) from error
                 raise
             return Answer(tuple(column[0] for column in cursor.description or ()), rows)
     finally:

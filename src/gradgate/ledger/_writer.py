@@ -99,12 +99,13 @@ class Writer:
         """
         with LOCK:
             self._notice_fork()
-            if not self._waiting:
+            entries = list(self._waiting)
+            if not entries:
                 return
             with self.file.writing(PATIENCE_AFTER_FAILURE if self._failed else PATIENCE) as connection:
                 write_run(connection, self.run)
-                write_entries(connection, self._waiting)
-            self._waiting.clear()
+                write_entries(connection, entries)
+            del self._waiting[: len(entries)]  # Not all: a signal handler may have added some meanwhile.
             self._failed = False
             self._announced = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,9 +37,9 @@ def assert_passes(
     """
     file = Path(path)
     state = file.with_suffix(".snapshot.safetensors")
-    sample = read_sample(file.read_bytes(), loss_fn)
+    data = file.read_bytes()
     with restored(state.read_bytes() if state.exists() else None, model):
-        fault, _ = find_fault(sample, loss_fn, model=model, batch_dim=batch_dim)
+        fault, _ = find_fault(partial(read_sample, data, loss_fn), loss_fn, model=model, batch_dim=batch_dim)
     if fault is not None:
         raise AssertionError(f"the sample in {file.name} still fails: {fault}") from fault.exception
 

@@ -128,14 +128,15 @@ def replay(
     """
     book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
     incident = book.incident(incident_id)
-    sample = read_sample(stored_sample(book, incident), loss_fn)
+    data = stored_sample(book, incident)
     state = book.snapshot_of(incident.id)
 
     def is_the_recorded_one(fault: Fault) -> bool:
         return _same(fault, incident)
 
     with restored(state, model):
-        fault, rows = find_fault(sample, loss_fn, expected=is_the_recorded_one, model=model, batch_dim=batch_dim)
+        again = partial(read_sample, data, loss_fn)
+        fault, rows = find_fault(again, loss_fn, expected=is_the_recorded_one, model=model, batch_dim=batch_dim)
     verdict: Verdict = "passes" if fault is None else "same" if _same(fault, incident) else "another"
     used = state is not None and model is not None
     return Replay(incident=incident, verdict=verdict, fault=fault, rows=rows, snapshot=used)
@@ -158,10 +159,15 @@ def stored_sample(ledger: Ledger, incident: Incident) -> bytes:
     if data is not None:
         return data
     reason = incident.details.get("not_stored")
+    loading = incident.stage == "load"
     raise LedgerError(
         f"the sample of incident {incident.id} was not stored{f': {reason}' if reason else ''}.",
-        why="values of samples are kept only where that was asked for.",
-        fix='gg.Guard(model, ledger="run.ledger", payload=True)   # for the next run',
+        why="it failed while it was loaded, so there was no sample to keep."
+        if loading
+        else "values of samples are kept only where that was asked for.",
+        fix=f"dataset[{incident.sample_id}]   # load it again"
+        if loading
+        else 'gg.Guard(model, ledger="run.ledger", payload=True)   # for the next run',
     )
 
 

@@ -47,7 +47,7 @@ class Fault:
 
 
 def find_fault(
-    sample: Any,
+    make_sample: Callable[[], Any],
     loss_fn: LossFunction,
     *,
     expected: Callable[[Fault], bool] = lambda fault: False,
@@ -60,7 +60,7 @@ def find_fault(
     the expected one, it is tried again with the same row twice.
 
     Args:
-        sample: The sample, with a batch dimension of 1.
+        make_sample: Gives the sample, with a batch dimension of 1; a new one each time, because loss_fn may change it.
         loss_fn: The function that failed with it.
         expected: Tells whether a fault is the one that is looked for.
         model: The model, for the names of its parameters.
@@ -70,33 +70,33 @@ def find_fault(
         The fault, or None if there is none any more; and with how many rows that was found.
     """
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
-    alone = _attempt(sample, loss_fn, names)
-    if alone is None or expected(alone):
-        return alone, 1
-    return _attempt(_twice(sample, batch_dim), loss_fn, names), 2
+    with torch.inference_mode(False), torch.enable_grad():
+        alone = _attempt(make_sample(), loss_fn, names)
+        if alone is None or expected(alone):
+            return alone, 1
+        return _attempt(_twice(make_sample(), batch_dim), loss_fn, names), 2
 
 
 def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault | None:
-    with torch.enable_grad():
-        try:
-            loss = loss_fn(sample)
-        except Exception as error:  # noqa: BLE001 - it is the user's function that is on trial
-            return _raised(error, "forward")
-        if not isinstance(loss, torch.Tensor):
-            raise ArgumentTypeError(
-                f"replay(): loss_fn returned {describe(loss)}.",
-                why="it is the function that the guard was given: loss_fn(batch) -> a mean loss, or one per sample.",
-                fix="def loss_fn(batch): ...; return loss",
-            )
-        if not bool(torch.isfinite(loss).all()):
-            return Fault(cause="non-finite loss", stage="loss", message=f"non-finite loss: {_some(loss)}")
-        leaves = list(_leaves(loss.grad_fn))
-        if not leaves:
-            return None
-        try:
-            gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
-        except Exception as error:  # noqa: BLE001 - so is its backward
-            return _raised(error, "backward")
+    try:
+        loss = loss_fn(sample)
+    except Exception as error:  # noqa: BLE001 - it is the user's function that is on trial
+        return _raised(error, "forward")
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentTypeError(
+            f"replay(): loss_fn returned {describe(loss)}.",
+            why="it is the function that the guard was given: loss_fn(batch) -> a mean loss, or one per sample.",
+            fix="def loss_fn(batch): ...; return loss",
+        )
+    if not bool(torch.isfinite(loss).all()):
+        return Fault(cause="non-finite loss", stage="loss", message=f"non-finite loss: {_some(loss)}")
+    leaves = list(_leaves(loss.grad_fn))
+    if not leaves:
+        return None
+    try:
+        gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
+    except Exception as error:  # noqa: BLE001 - so is its backward
+        return _raised(error, "backward")
     bad = [
         names.get(id(leaf), describe(leaf))
         for leaf, gradient in zip(leaves, gradients, strict=True)
