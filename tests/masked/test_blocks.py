@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 def tiny_blocks(block=8, columns=3):
     """Send everything through blocks, and make them so small that every way of cutting happens."""
-    return mock.patch.multiple(_blocks, BLOCK=block, COLUMNS=columns), mock.patch.object(_kernels, "SMALL", 0)
+    return mock.patch.multiple(_blocks, BLOCK=block, COLUMNS=columns), mock.patch.object(_kernels, "SMALL", 1)
 
 
 def both_ways(fn, inputs, order, block=8, columns=3):

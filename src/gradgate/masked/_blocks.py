@@ -1,42 +1,35 @@
-"""The left-out elements replaced bit by bit, in pieces that stay in the cache.
+"""Reductions without what is left out, in pieces that stay in the cache.
 
-torch's kernels for bool are not vectorised on the CPU: `where` with a random mask costs 30 to 50 times a sum. Those for
-integers are. A mask of bytes becomes -1 (keep) or 0 (leave out) in the width of the element, and
+torch's kernels for bool are not vectorised on the CPU: `where` with a random mask costs 30 to 50 times a sum. And a
+fresh large tensor costs more than the arithmetic on it. So a mask is read as bytes, and reductions go through small
+buffers.
 
-    bits of the result = ((bits of x ^ bits of the value) & mask) ^ bits of the value
-
-does not compute with what is left out, so that NaN cannot leak. A fresh large tensor costs more than the arithmetic on
-it, so reductions go through one small buffer, piece by piece.
+There are two ways to take an element away. Quick: its weight is 0, and 0 times anything finite is 0. Exact: its bits
+are masked, `((bits of x ^ bits of the value) & mask) ^ bits of the value`, which does not compute with it at all. The
+quick way is tried first; slices where it cannot be trusted (NaN or infinity was met) are done again in the exact way.
 
 Tensors here are 3-D, (outer, reduced, inner), and nothing is seen by autograd: `_kernels.py` makes it differentiable.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 
 from gradgate.masked._valid import Number
 
-__all__ = ["LANES", "distances", "expand", "fill", "reduce"]
+__all__ = ["LANES", "Bits", "Buffer", "combined", "cut", "distances", "expand", "extreme", "fill", "squares", "sums"]
 
-BLOCK = 1 << 16  # elements: x, the mask and the buffers of one piece fit into the second-level cache
+BLOCK = 1 << 17  # elements: a piece of x, its mask and its buffers fit into the second-level cache
 COLUMNS = 1 << 13  # how much of a longer inner dimension is taken at once, so that a piece has several rows of it
 LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+Pieces = Iterator[tuple[torch.Tensor, ...]]
 
-class _Buffers:
-    """Room for one piece: the mask as signed bytes, the mask in the width of the element, and the result."""
 
-    def __init__(self, lane: torch.dtype, largest: int) -> None:
-        self._flat = [torch.empty(largest, dtype=dtype) for dtype in (torch.int8, lane, lane)]
-        self._shaped: dict[torch.Size, list[torch.Tensor]] = {}
-
-    def of(self, shape: torch.Size) -> list[torch.Tensor]:
-        if shape not in self._shaped:
-            self._shaped[shape] = [flat[: shape.numel()].view(shape) for flat in self._flat]
-        return self._shaped[shape]
+# --- whole tensors --------------------------------------------------------------------------------------------------
 
 
 def fill(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
@@ -51,8 +44,9 @@ def fill(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
         The filled tensor.
     """
     result = torch.empty(x.shape, dtype=x.dtype)
-    for out, _ in _pieces(x, mask, value, into=result):
-        del out
+    mask_bits = Bits(x, value)
+    for source, kept, out in cut(x, mask, result):
+        mask_bits.select(source, kept, out)
     return result
 
 
@@ -61,54 +55,18 @@ def expand(slices: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     Args:
         slices: One value for each slice, of shape (outer, inner).
-        mask: A boolean mask.
+        mask: A boolean mask, (outer, reduced, inner).
 
     Returns:
         A new tensor of the shape of the mask.
     """
-    return fill(slices.unsqueeze(1).expand(mask.shape), mask, 0)
-
-
-def reduce(
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    value: Number,
-    function: Callable[[torch.Tensor], torch.Tensor],
-    combine: Callable[[torch.Tensor], torch.Tensor],
-    center: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reduce the middle dimension, with a value for what is left out.
-
-    Args:
-        x: The values.
-        mask: A boolean mask of the same shape.
-        value: What stands for the left-out.
-        function: Reduces dimension 1 of a piece; it may write to what it gets.
-        combine: Reduces dimension 1 of what `function` gave for several pieces of a slice.
-        center: What is taken from each slice before, of shape (outer, inner).
-
-    Returns:
-        The result and the number kept, both of shape (outer, inner).
-    """
-    _, reduced, inner = x.shape
-    if inner > COLUMNS and reduced * inner > BLOCK:
-        columns = [torch.split(t, COLUMNS, -1) for t in (x, mask)]
-        centers = [None] * len(columns[0]) if center is None else torch.split(center, COLUMNS, -1)
-        parts = [
-            reduce(one, kept, value, function, combine, own) for one, kept, own in zip(*columns, centers, strict=True)
-        ]
-        return torch.cat([part for part, _ in parts], -1), torch.cat([number for _, number in parts], -1)
-    lane = LANES[x.element_size()]
-    exact = lane if x.element_size() > 2 else torch.int32  # what a sum of so many -1 fits into
-    results, numbers = [], []
-    for values, ones in _pieces(x, mask, value, center):
-        results.append(function(values))
-        numbers.append(ones.sum(1, dtype=exact))
-    result, number = torch.cat(results), -torch.cat(numbers).long()
-    if reduced * inner > BLOCK:  # several pieces for each slice
-        result = combine(result.view(x.shape[0], -1, inner))
-        number = number.view(x.shape[0], -1, inner).sum(1)
-    return result, number
+    wanted = slices.unsqueeze(1).expand(mask.shape)
+    if not math.isfinite(slices.sum().item()):
+        return fill(wanted, mask, 0)
+    result = torch.empty(mask.shape, dtype=slices.dtype)
+    for kept, values, out in cut(mask.view(torch.uint8), wanted, result):
+        out.copy_(kept).mul_(values)
+    return result
 
 
 def distances(x: torch.Tensor, mask: torch.Tensor, center: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -124,12 +82,149 @@ def distances(x: torch.Tensor, mask: torch.Tensor, center: torch.Tensor, factor:
         A new tensor of the shape of x.
     """
     result = torch.empty(x.shape, dtype=x.dtype)
-    for out, _ in _pieces(x, mask, 0, center, factor, into=result):
-        del out
+    mask_bits = Bits(x, 0)
+    for source, kept, centers, factors, out in cut(x, mask, _spread(center, x), _spread(factor, x), result):
+        mask_bits.select(torch.sub(source, centers, out=out).mul_(factors), kept, out)
     return result
 
 
-def _cut(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+# --- reductions -----------------------------------------------------------------------------------------------------
+
+
+def sums(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up what is kept and count it.
+
+    Args:
+        x: The values.
+        mask: A boolean mask of the same shape.
+
+    Returns:
+        The sums, in float32 for halves, and the numbers, both of shape (outer, inner).
+    """
+    total, number = _reduced(_sums_of_pieces, x, mask)
+    return total, number
+
+
+def squares(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add up the squares of the distances of what is kept to its mean.
+
+    Args:
+        x: The values, float32 or float64.
+        mask: A boolean mask of the same shape.
+
+    Returns:
+        The sums of squares, the means and the numbers, all of shape (outer, inner).
+    """
+    result, center, number = _reduced(_squares_of_pieces, x, mask)
+    return result, center, number
+
+
+def extreme(x: torch.Tensor, mask: torch.Tensor, largest: bool) -> torch.Tensor:
+    """Find the largest or the smallest of what is kept.
+
+    Args:
+        x: The values.
+        mask: A boolean mask of the same shape.
+        largest: Which of the two.
+
+    Returns:
+        The extremes, of shape (outer, inner); infinite where nothing is kept.
+    """
+    return _reduced(_largest_of_pieces if largest else _smallest_of_pieces, x, mask)[0]
+
+
+def _reduced(
+    reduction: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Reduce in the quick way, and again in the exact way where that was not good enough."""
+    _, reduced, inner = x.shape
+    if inner > COLUMNS and reduced * inner > BLOCK:
+        columns = zip(torch.split(x, COLUMNS, -1), torch.split(mask, COLUMNS, -1), strict=True)
+        parts = zip(*[_reduced(reduction, *column) for column in columns], strict=True)
+        return tuple(torch.cat(part, -1) for part in parts)
+    results = reduction(x, mask, exact=False)
+    result = results[0]
+    # Beyond half of what the dtype can hold, an extreme may be what stands for the left-out.
+    most = torch.finfo(result.dtype).max / 2
+    if not all(abs(bound) < most for bound in (result.amin().item(), result.amax().item())):
+        rows = (~(result.abs() < most)).any(1).nonzero().squeeze(1)
+        for first, again in zip(results, reduction(x[rows], mask[rows], exact=True), strict=True):
+            first[rows] = again.to(first.dtype)
+    return results
+
+
+def _sums_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.float32 if x.element_size() == 2 else x.dtype
+    if x.numel() <= BLOCK and not exact:  # one piece, without ceremony
+        weights = mask.view(torch.uint8).to(x.dtype)
+        number = weights.sum(1, dtype=wide)
+        return _weighed_sum(x, weights, wide), number
+    results, numbers = [], []
+    for source, weights in _weighed(x, mask, exact):
+        numbers.append(weights.sum(1, dtype=wide))
+        results.append(_weighed_sum(source, weights, wide))
+    return combined(results, x, torch.sum), combined(numbers, x, torch.sum, torch.int64)
+
+
+def _weighed_sum(x: torch.Tensor, weights: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    if x.shape[0] == x.shape[2] == 1 and wide is x.dtype:  # one slice: multiplied and added in one go
+        return torch.dot(x.view(-1), weights.view(-1)).view(1, 1)
+    return weights.mul_(x).sum(1, dtype=wide)
+
+
+def _squares_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
+    results, centers, numbers = [], [], []
+    buffer = Buffer(x.dtype, x)
+    parted = x.shape[1] * x.shape[2] > BLOCK  # then the mean has to be known before
+    total, number = _sums_of_pieces(x, mask, exact) if parted else (x, x)
+    center = _spread(total / number.clamp(min=1), x) if parted else x
+    for source, weights, known in _weighed(x, mask, exact, center):
+        distance = buffer.of(source.shape)
+        if not parted:
+            numbers.append(weights.sum(1))
+            centers.append(torch.mul(source, weights, out=distance).sum(1) / numbers[-1].clamp(min=1))
+        torch.sub(source, known if parted else centers[-1].unsqueeze(1), out=distance).mul_(weights)
+        results.append(distance.mul_(distance).sum(1))
+    if parted:
+        return combined(results, x, torch.sum), total / number.clamp(min=1), number
+    return torch.cat(results), torch.cat(centers), torch.cat(numbers).long()
+
+
+def _largest_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
+    return _extreme_of_pieces(x, mask, exact, torch.amax, torch.minimum, -1)
+
+
+def _smallest_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
+    return _extreme_of_pieces(x, mask, exact, torch.amin, torch.maximum, 1)
+
+
+def _extreme_of_pieces(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    exact: bool,
+    reduce: Callable[..., torch.Tensor],
+    bound: Callable[..., torch.Tensor],
+    sign: int,
+) -> tuple[torch.Tensor, ...]:
+    results = []
+    if exact:
+        mask_bits, buffer = Bits(x, sign * math.inf), Buffer(x.dtype, x)
+        for source, kept in cut(x, mask):
+            results.append(reduce(mask_bits.select(source, kept, buffer.of(source.shape)), 1))
+    else:
+        half = torch.finfo(x.dtype).max / 2
+        far = torch.tensor(sign * half, dtype=x.dtype)
+        for source, weights in _weighed(x, mask, exact):
+            # Weight 1 bounds by half of the largest number, on the side of no harm; weight 0 on the other side.
+            torch.add(far, weights, alpha=-2 * sign * half, out=weights)
+            results.append(reduce(bound(source, weights, out=weights), 1))
+    return (combined(results, x, reduce),)
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def cut(*tensors: torch.Tensor) -> Pieces:
     """Cut tensors of one shape into pieces of whole slices, or of parts of one slice if a slice is large."""
     outer, reduced, inner = tensors[0].shape
     if reduced * inner <= BLOCK:
@@ -139,33 +234,59 @@ def _cut(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield from zip(*[torch.split(t[i : i + 1], max(BLOCK // inner, 1), 1) for t in tensors], strict=True)
 
 
-def _pieces(
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    value: Number,
-    center: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-    into: torch.Tensor | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Give the filled x piece by piece, with the mask of each piece as -1 and 0.
+def combined(
+    results: list[torch.Tensor], x: torch.Tensor, reduce: Callable[..., torch.Tensor], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Put the results of the pieces together; several pieces of one slice are reduced again."""
+    result = torch.cat(results) if results else x.new_empty(0, x.shape[2])
+    result = result if dtype is None else result.to(dtype)
+    if x.shape[1] * x.shape[2] > BLOCK:
+        result = reduce(result.view(x.shape[0], -1, x.shape[2]), 1)
+    return result
 
-    Without `into`, each piece stands in a buffer that the next one uses again.
-    """
-    lane = LANES[x.element_size()]
-    bits = torch.tensor(value, dtype=x.dtype).view(lane) if value != 0 else None
-    given = [x, mask.view(torch.int8)]
-    given += [t.unsqueeze(1).expand(x.shape) for t in (center, factor) if t is not None]
-    given += [] if into is None else [into]
-    buffers = _Buffers(lane, min(max(BLOCK, x.shape[-1]), x.numel()))
-    for source, kept, *more in _cut(*given):
-        signed, ones, selected = buffers.of(source.shape)
-        out = selected if into is None else more[-1].view(lane)
-        ones.copy_(torch.neg(kept, out=signed))
-        if center is not None:
-            source = torch.sub(source, more[0], out=out.view(x.dtype))
-            source = source if factor is None else source.mul_(more[1])
-        if bits is None:
-            torch.bitwise_and(source.view(lane), ones, out=out)
+
+def _spread(slices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return slices.unsqueeze(1).expand(x.shape)
+
+
+def _weighed(x: torch.Tensor, mask: torch.Tensor, exact: bool, *more: torch.Tensor) -> Pieces:
+    """Give pieces of x with weights 1 and 0 that may be written to; in the exact way 0 stands for the left-out."""
+    weights, clean = Buffer(x.dtype, x), Buffer(x.dtype, x)
+    mask_bits = Bits(x, 0) if exact else None
+    for source, kept, *others in cut(x, mask.view(torch.uint8), *more):
+        if mask_bits is not None:
+            source = mask_bits.select(source, kept, clean.of(source.shape))
+        yield source, weights.of(source.shape).copy_(kept), *others
+
+
+class Buffer:
+    """Room for one piece of a tensor, used again for the next."""
+
+    def __init__(self, dtype: torch.dtype, x: torch.Tensor) -> None:
+        self._flat = torch.empty(min(max(BLOCK, x.shape[2]), x.numel()), dtype=dtype)
+        self._shaped = self._flat.view(1, -1, 1)
+
+    def of(self, shape: torch.Size) -> torch.Tensor:
+        if self._shaped.shape != shape:
+            self._shaped = self._flat[: shape.numel()].view(shape)
+        return self._shaped
+
+
+class Bits:
+    """Selects elements of a dtype by their bits, with one value for those that are left out."""
+
+    def __init__(self, x: torch.Tensor, value: Number) -> None:
+        self._lane = LANES[x.element_size()]
+        self._value = torch.tensor(value, dtype=x.dtype).view(self._lane) if value != 0 else None
+        self._signed, self._ones = Buffer(torch.int8, x), Buffer(self._lane, x)
+
+    def select(self, source: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write what is kept of the source, and the value for the rest, to out (which may be the source)."""
+        signed, ones = self._signed.of(kept.shape), self._ones.of(kept.shape)
+        ones.copy_(torch.neg(kept.view(torch.int8), out=signed))  # 1 becomes -1: all bits
+        bits, written = source.view(self._lane), out.view(self._lane)
+        if self._value is None:
+            torch.bitwise_and(bits, ones, out=written)
         else:
-            torch.bitwise_xor(source.view(lane), bits, out=out).bitwise_and_(ones).bitwise_xor_(bits)
-        yield out.view(x.dtype), ones
+            torch.bitwise_xor(bits, self._value, out=written).bitwise_and_(ones).bitwise_xor_(self._value)
+        return out

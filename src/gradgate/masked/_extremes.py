@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradgate._torch_compat import has_data
 from gradgate.masked._kernels import extreme, fill, goes_by_blocks
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude, Number
@@ -169,8 +170,10 @@ def _extreme(
         return reduce(slices.x, slices.dims, keepdim=slices.keepdim)
     slices = slices.with_mask()
     if slices.x.is_floating_point():
-        found, number = extreme(*slices.grouped(), largest=reduce is torch.amax)
-        return slices.settle(slices.ungrouped(found), number=slices.ungrouped(number))
+        found = extreme(slices.x, slices.full_mask(), slices.dims, slices.keepdim, largest=reduce is torch.amax)
+        if goes_by_blocks(slices.x, slices.full_mask()) and not found.isinf().any():
+            return found  # so nothing is empty, and there is no need to count
+        return slices.settle(found)
     return slices.settle(reduce(slices.filled(limit(slices.x.dtype)), slices.dims, keepdim=slices.keepdim))
 
 
@@ -186,7 +189,7 @@ def _position(
     index = find(filled, -1)
     # Only where all that is kept equals what stands for the left-out can the search have found one of those.
     tied = filled.gather(-1, index.unsqueeze(-1)).squeeze(-1) == last
-    if not goes_by_blocks(x, mask) or tied.any():
+    if not (x.is_cpu and has_data(x, mask)) or tied.any():
         index = torch.where(tied, mask.to(torch.uint8).argmax(-1), index)
     return slices.settle(slices.reduced(index), number=slices.reduced(one.number()))
 

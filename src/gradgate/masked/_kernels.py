@@ -1,25 +1,26 @@
-"""Filling and reducing by mask: through the blocks on the CPU, through torch.where everywhere else.
+"""What the functions of the room are made of, each in two ways that give the same values and gradients.
 
-A function here gives the same values and gradients on both ways. The way through `torch.where` is the one that
-torch.compile, torch.func and FakeTensorMode trace, that other devices take without a host sync, and that small tensors
-take because it is quicker for them.
+Through blocks on the CPU, and through torch.where everywhere else: that way can be traced by torch.compile, torch.func
+and FakeTensorMode, other devices take it without a host sync, and small tensors take it because it is quicker for them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from gradgate._torch_compat import apply_function, has_data, is_traced
-from gradgate.masked import _blocks
+from gradgate.masked import _blocks, _exponentials
 from gradgate.masked._valid import Number
 
-__all__ = ["counts", "extreme", "fill", "goes_by_blocks", "sums", "variances"]
+__all__ = ["counts", "extreme", "fill", "goes_by_blocks", "logsumexp", "softmax", "squares", "sums"]
 
-SMALL = 1 << 12  # elements: beneath it, the overhead of a piece is more than what torch.where costs
+SMALL = 1 << 13  # elements: beneath it, the overhead of a piece is more than what torch.where costs
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+Dims: TypeAlias = tuple[int, ...]
 
 
 def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor) -> bool:
@@ -27,15 +28,15 @@ def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor) -> bool:
 
     Args:
         x: The values.
-        mask: The mask, expanded to the shape of x.
+        mask: The mask.
 
     Returns:
         False while something traces, on other devices, and for small tensors.
     """
     return (
         x.numel() >= SMALL
-        and x.device.type == "cpu"
-        and mask.device.type == "cpu"
+        and x.is_cpu
+        and mask.is_cpu
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.layout is torch.strided
         and x.element_size() in _blocks.LANES
@@ -64,82 +65,165 @@ def fill(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
     return torch.where(mask, x, value)
 
 
-def sums(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up what is kept, and count it.
-
-    Args:
-        x: The values, 3-D: (outer, reduced, inner). Halves are added in float32.
-        mask: A boolean mask of the same shape.
-
-    Returns:
-        The sums, in float32 for halves, and the numbers, both of shape (outer, inner).
-    """
-    if x.dtype in _FLOATS and goes_by_blocks(x, mask):
-        total, number = apply_function(_Sum, x, mask)
-        return total, number
-    return fill(x, mask, 0).sum(1, dtype=_wide(x.dtype)), counts(mask)
-
-
-def counts(mask: torch.Tensor) -> torch.Tensor:
+def counts(mask: torch.Tensor, shape: torch.Size, dims: Dims, keepdim: bool) -> torch.Tensor:
     """Count what is kept.
 
     Args:
-        mask: A boolean mask, 3-D: (outer, reduced, inner).
+        mask: A boolean mask.
+        shape: The shape that it broadcasts to.
+        dims: What is reduced.
+        keepdim: Whether reduced dimensions stay with size 1.
 
     Returns:
-        The numbers, int64, of shape (outer, inner).
+        The numbers, int64.
     """
-    if mask.device.type == "cpu" and not is_traced():
+    mask = mask.expand(shape)
+    if mask.numel() >= SMALL and mask.is_cpu and not is_traced() and has_data(mask):
         # Bytes are added much quicker than bools, and 32 bits quicker than 64.
-        return mask.view(torch.uint8).sum(1, dtype=torch.int32).long()
-    return mask.sum(1)
+        return mask.view(torch.uint8).sum(dims, keepdim=keepdim, dtype=torch.int32).long()
+    return mask.sum(dims, keepdim=keepdim)
 
 
-def extreme(x: torch.Tensor, mask: torch.Tensor, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the largest or the smallest of what is kept, and count what is kept.
+def sums(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up what is kept, and count it.
 
     Args:
-        x: The values, floating and 3-D: (outer, reduced, inner), with nothing empty.
-        mask: A boolean mask of the same shape.
+        x: The values, floating or complex.
+        mask: A boolean mask that broadcasts to x.
+        dims: What is reduced.
+        keepdim: Whether reduced dimensions stay with size 1.
+
+    Returns:
+        The sums, in float32 for halves, and the numbers.
+    """
+    if x.dtype in _FLOATS and goes_by_blocks(x, mask):
+        grouped = _grouped(x, dims), _grouped(mask.expand(x.shape), dims)
+        total, number = apply_function(_Sums, *grouped) if _recorded(x) else _blocks.sums(*grouped)
+        return _shaped(total, x, dims, keepdim), _shaped(number, x, dims, keepdim)
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    total = fill(x, mask, 0).sum(dims, keepdim=keepdim, dtype=wide)
+    return total, counts(mask, x.shape, dims, keepdim)
+
+
+def squares(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up the squares of the distances to the mean of what is kept, and count it.
+
+    Args:
+        x: The values, float32 or float64.
+        mask: A boolean mask that broadcasts to x.
+        dims: What is reduced.
+        keepdim: Whether reduced dimensions stay with size 1.
+
+    Returns:
+        The sums of squares and the numbers.
+    """
+    if goes_by_blocks(x, mask):
+        found, number = apply_function(_Squares, _grouped(x, dims), _grouped(mask.expand(x.shape), dims))
+        return _shaped(found, x, dims, keepdim), _shaped(number, x, dims, keepdim)
+    total, number = sums(x, mask, dims, True)
+    # What is left out is taken away before and after: its distance to the mean is no number to build on.
+    distance = torch.where(mask, torch.where(mask, x, 0) - total / number.clamp(min=1), 0)
+    found = (distance * distance).sum(dims, keepdim=keepdim)
+    return found, number.reshape(found.shape)
+
+
+def extreme(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool, largest: bool) -> torch.Tensor:
+    """Find the largest or the smallest of what is kept.
+
+    Args:
+        x: The values, floating, with at least one element in each slice.
+        mask: A boolean mask that broadcasts to x.
+        dims: What is reduced.
+        keepdim: Whether reduced dimensions stay with size 1.
         largest: Which of the two.
 
     Returns:
-        The extremes and the numbers, both of shape (outer, inner); the gradient is shared by those that are equal.
+        The extremes, infinite where nothing is kept; the gradient is shared by those that are equal.
     """
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
-        found, number = apply_function(_Extreme, x, mask, largest)
-        return found, number
+        found = apply_function(_Extreme, _grouped(x, dims), _grouped(mask.expand(x.shape), dims), largest)
+        return _shaped(found, x, dims, keepdim)
     limit = -math.inf if largest else math.inf
-    filled, number = torch.where(mask, x, limit), counts(mask)
-    result = filled.amax(1) if largest else filled.amin(1)
+    filled = torch.where(mask, x, limit)
+    found = (torch.amax if largest else torch.amin)(filled, dims, keepdim=keepdim)
+    if not (_recorded(x) or is_traced()):
+        return found
     # Where the kept ones are as infinite as what stands for the left-out, those would take a share of the gradient.
     # All of the kept are equal there, so that their mean has the same value, and shares among them alone.
-    mean = torch.where(mask, x, 0).sum(1) / number.clamp(min=1)
-    return torch.where(result == limit, mean.to(result.dtype), result), number
+    total, number = sums(x, mask, dims, keepdim)
+    mean = (total / number.clamp(min=1)).to(found.dtype)
+    return torch.where((found == limit) & (number > 0), mean, found)
 
 
-def variances(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up the squares of the distances to the mean of what is kept.
+def logsumexp(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> torch.Tensor:
+    """Give the logarithm of the sum of the exponentials of what is kept, with reduced dimensions of size 1.
 
     Args:
-        x: The values, float32 or float64, 3-D: (outer, reduced, inner).
-        mask: A boolean mask of the same shape.
+        x: The values, with at least one element in each slice.
+        mask: A boolean mask that broadcasts to x.
+        dims: What is reduced.
 
     Returns:
-        The sums of squares and the numbers, both of shape (outer, inner).
+        -inf where nothing is kept, or nothing but -inf; its gradient is 0 there.
     """
+    if x.dtype in _FLOATS[:2] and goes_by_blocks(x, mask):
+        found = apply_function(_LogSumExp, _grouped(x, dims), _grouped(mask.expand(x.shape), dims))
+        return _shaped(found, x, dims, True)
+    mask, weightless = _with_weight(x, mask, dims)
+    result = torch.logsumexp(fill(x, mask, -math.inf), dims, keepdim=True)
+    return torch.where(weightless, -math.inf, result)
+
+
+def softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tensor:
+    """Give the softmax of what is kept along the last dimension, or its logarithm.
+
+    Args:
+        x: The values, with at least one element in each slice.
+        mask: A boolean mask that broadcasts to x.
+        logarithm: Whether to give the logarithm.
+
+    Returns:
+        0, or -inf for the logarithm, where an element is left out, and for a slice with nothing but -inf.
+    """
+    nothing = -math.inf if logarithm else 0.0
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
-        squares, number = apply_function(_Squares, x, mask)
-        return squares, number
-    kept, number = torch.where(mask, x, 0), counts(mask)
-    center = (kept.sum(1) / number.clamp(min=1)).unsqueeze(1)
-    # What is left out is taken away before and after: its distance to the center is no number to build on.
-    distance = torch.where(mask, kept - center, 0)
-    return (distance * distance).sum(1), number
+        shape = (x.numel() // x.shape[-1], x.shape[-1])
+        found = apply_function(_Softmax, x.reshape(shape), mask.expand(x.shape).reshape(shape), logarithm)
+        result: torch.Tensor = found.view(x.shape)
+        return result
+    function = torch.log_softmax if logarithm else torch.softmax
+    if not (_recorded(x) or is_traced()) and x.is_cpu and has_data(x, mask):
+        found = function(torch.where(mask, x, -math.inf), -1)
+        if not found.select(-1, 0).isnan().any():
+            return found  # what is left out has no weight already
+    mask, _ = _with_weight(x, mask, (x.dim() - 1,))
+    # exp(-inf - -inf) is NaN where nothing is kept; in the place of what is left out that is taken away again.
+    return fill(function(fill(x, mask, -math.inf), -1), mask, nothing)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+def _with_weight(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the mask without the slices that keep nothing but -inf, and which these and the empty ones are."""
+    weightless = (torch.where(mask, x.detach(), -math.inf) == -math.inf).all(dims, keepdim=True)
+    return mask & ~weightless, weightless
+
+
+def _grouped(x: torch.Tensor, dims: Dims) -> torch.Tensor:
+    """Give x as (outer, reduced, inner)."""
+    first, last = (dims[0], dims[-1] + 1) if dims else (0, 0)
+    if dims != tuple(range(first, last)):  # not side by side
+        first, last = x.dim() - len(dims), x.dim()
+        x = x.movedim(dims, tuple(range(first, last)))
+    return x.reshape(math.prod(x.shape[:first]), math.prod(x.shape[first:last]), math.prod(x.shape[last:]))
+
+
+def _shaped(result: torch.Tensor, x: torch.Tensor, dims: Dims, keepdim: bool) -> torch.Tensor:
+    """Give a result of shape (outer, inner) the shape that keepdim asks for."""
+    kept = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
+    return result.reshape(kept)
+
+
+def _recorded(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _expanded(slices: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -151,26 +235,12 @@ def _expanded(slices: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, wanted, 0)
 
 
-def _added(values: torch.Tensor) -> torch.Tensor:
-    return values.sum(1)
-
-
-def _squared(values: torch.Tensor) -> torch.Tensor:
-    return values.mul_(values).sum(1)
-
-
-def _largest(values: torch.Tensor) -> torch.Tensor:
-    return values.amax(1)
-
-
-def _smallest(values: torch.Tensor) -> torch.Tensor:
-    return values.amin(1)
-
-
 class _Fill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
         ctx.save_for_backward(mask)
+        if x.dim() == 3:
+            return _blocks.fill(x, mask, value)
         flat = (1, x.numel(), 1)
         return _blocks.fill(x.reshape(flat), mask.reshape(flat), value).view(x.shape)
 
@@ -179,12 +249,12 @@ class _Fill(torch.autograd.Function):
         return fill(gradients[0], ctx.saved_tensors[0], 0), None, None
 
 
-class _Sum(torch.autograd.Function):
+class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> Any:
         ctx.save_for_backward(mask)
-        ctx.dtype, wide = x.dtype, _wide(x.dtype)
-        total, number = _blocks.reduce(x, mask, 0, lambda values: values.sum(1, dtype=wide), _added)
+        ctx.dtype = x.dtype
+        total, number = _blocks.sums(x, mask)
         ctx.mark_non_differentiable(number)
         return total, number
 
@@ -201,18 +271,35 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return sums(gradients[0], ctx.saved_tensors[0])[0].to(gradients[0].dtype), None
+        total, _ = sums(gradients[0], ctx.saved_tensors[0], (1,), False)
+        return total.to(gradients[0].dtype), None
+
+
+class _Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        found, center, number = _blocks.squares(x, mask)
+        ctx.save_for_backward(x, mask, center, number)
+        ctx.mark_non_differentiable(number)
+        return found, number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, mask, center, number = ctx.saved_tensors
+        factor = 2 * gradients[0]
+        if not torch.is_grad_enabled() and goes_by_blocks(x, factor):
+            return _blocks.distances(x, mask, center, factor), None
+        kept = fill(x, mask, 0)
+        center = sums(kept, mask, (1,), False)[0] / number.clamp(min=1)
+        return fill((kept - center.unsqueeze(1)) * factor.unsqueeze(1), mask, 0), None
 
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, largest: bool) -> Any:
-        limit = -math.inf if largest else math.inf
-        function = _largest if largest else _smallest
-        found, number = _blocks.reduce(x, mask, limit, function, function)
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, largest: bool) -> torch.Tensor:
+        found = _blocks.extreme(x, mask, largest)
         ctx.save_for_backward(x, mask, found)
-        ctx.mark_non_differentiable(number)
-        return found, number
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -222,22 +309,39 @@ class _Extreme(torch.autograd.Function):
         return fill(tied * share.unsqueeze(1), mask, 0), None, None
 
 
-class _Squares(torch.autograd.Function):
+class _LogSumExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> Any:
-        total, number = _blocks.reduce(x, mask, 0, _added, _added)
-        center = total / number.clamp(min=1)
-        squares, _ = _blocks.reduce(x, mask, 0, _squared, _added, center)
-        ctx.save_for_backward(x, mask, center, number)
-        ctx.mark_non_differentiable(number)
-        return squares, number
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = _exponentials.logsumexp(x, mask)
+        ctx.save_for_backward(x, mask, found == -math.inf)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        x, mask, center, number = ctx.saved_tensors
-        factor = 2 * gradients[0]
-        if not torch.is_grad_enabled() and goes_by_blocks(x, factor):
-            return _blocks.distances(x, mask, center, factor), None
-        kept = fill(x, mask, 0)
-        center = sums(kept, mask)[0] / number.clamp(min=1)
-        return fill((kept - center.unsqueeze(1)) * factor.unsqueeze(1), mask, 0), None
+        x, mask, weightless = ctx.saved_tensors
+        arriving = torch.where(weightless, 0, gradients[0]).unsqueeze(-1)
+        weights = softmax(x.movedim(1, -1), mask.movedim(1, -1), logarithm=False)
+        return (arriving * weights).movedim(-1, 1), None
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tensor:
+        result = _exponentials.softmax(x, mask, logarithm)
+        ctx.save_for_backward(result, mask)
+        ctx.logarithm = logarithm
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        result, mask = ctx.saved_tensors
+        arriving = fill(gradients[0], mask, 0)
+        weightless = result.detach().amax(-1, keepdim=True) == (-math.inf if ctx.logarithm else 0)
+        if weightless.any():  # a slice that keeps nothing but -inf takes nothing in
+            arriving = torch.where(weightless, 0, arriving)
+        if ctx.logarithm:
+            gradient = arriving - result.exp() * arriving.sum(-1, keepdim=True)
+        else:
+            weighed = arriving * result
+            gradient = weighed - result * weighed.sum(-1, keepdim=True)
+        return fill(gradient, mask, 0), None, None

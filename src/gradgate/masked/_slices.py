@@ -57,26 +57,8 @@ class Slices:
 
     def number(self, keepdim: bool | None = None) -> torch.Tensor:
         """Give how many elements are kept in each slice."""
-        keepdim = self.keepdim if keepdim is None else keepdim
-        return self.ungrouped(counts(self._grouped(self.full_mask())), keepdim)
-
-    def grouped(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give x and the mask as (outer, reduced, inner)."""
-        return self._grouped(self.x), self._grouped(self.full_mask())
-
-    def _grouped(self, x: torch.Tensor) -> torch.Tensor:
-        first, last = (self.dims[0], self.dims[-1] + 1) if self.dims else (0, 0)
-        if self.dims != tuple(range(first, last)):  # not side by side
-            x = x.movedim(self.dims, tuple(range(x.dim() - len(self.dims), x.dim())))
-            first, last = x.dim() - len(self.dims), x.dim()
-        shape = x.shape
-        return x.reshape(math.prod(shape[:first]), math.prod(shape[first:last]), math.prod(shape[last:]))
-
-    def ungrouped(self, result: torch.Tensor, keepdim: bool | None = None) -> torch.Tensor:
-        """Give a result of shape (outer, inner) the shape that keepdim asks for."""
-        keepdim = self.keepdim if keepdim is None else keepdim
-        kept = [1 if d in self.dims else size for d, size in enumerate(self.x.shape)]
-        return result.reshape(kept if keepdim else [size for d, size in enumerate(self.x.shape) if d not in self.dims])
+        mask = self.full_mask() if self.mask is None else self.mask
+        return counts(mask, self.x.shape, self.dims, self.keepdim if keepdim is None else keepdim)
 
     def with_mask(self) -> Slices:
         """Give the same slices with a mask and at least one element, kept or not, in each.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from gradgate.masked._kernels import fill, goes_by_blocks
+from gradgate.masked._kernels import logsumexp as kernel_of_logsumexp
+from gradgate.masked._kernels import softmax as kernel_of_softmax
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
 
@@ -49,9 +48,9 @@ def logsumexp(
         tensor(0.6931)
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.logsumexp", keepdim=keepdim, empty=empty)
-    slices, filled, weightless = _weighed(slices)
-    result = torch.logsumexp(filled, slices.dims, keepdim=True)
-    result = torch.where(weightless, -math.inf, result)
+    if slices.size == 0:
+        slices = slices.with_mask()
+    result = kernel_of_logsumexp(slices.x, slices.full_mask(), slices.dims)
     return slices.settle(result if keepdim else result.squeeze(slices.dims), natural=-math.inf)
 
 
@@ -94,7 +93,7 @@ def softmax(
                 [0.0000, 0.0000, 0.0000]])
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.softmax", keepdim=True, empty=empty, dtype=dtype)
-    return slices.settle(_along(slices, torch.softmax, 0.0), natural=0)
+    return slices.settle(_along(slices, logarithm=False), natural=0)
 
 
 def log_softmax(
@@ -133,32 +132,12 @@ def log_softmax(
         tensor([-0.6931, -0.6931,    -inf])
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.log_softmax", keepdim=True, empty=empty, dtype=dtype)
-    return slices.settle(_along(slices, torch.log_softmax, -math.inf), natural=-math.inf)
+    return slices.settle(_along(slices, logarithm=True), natural=-math.inf)
 
 
-def _along(slices: Slices, function: Callable[..., torch.Tensor], nothing: float) -> torch.Tensor:
-    """Apply softmax or log_softmax along the slices; what has no weight gives what nothing gives."""
+def _along(slices: Slices, logarithm: bool) -> torch.Tensor:
     slices.refuse(integers=True, complexes=True)
     if slices.size == 0:
         return slices.x.clone()
-    one, filled, _ = _weighed(slices.in_one_dim())
-    result = function(filled, -1)
-    return slices.spread(result if one.mask is None else fill(result, one.mask, nothing))
-
-
-def _weighed(slices: Slices) -> tuple[Slices, torch.Tensor, torch.Tensor]:
-    """Give the slices, x with -inf for what is left out, and which slices have no weight at all.
-
-    exp(-inf - -inf) is NaN. In the place of what is left out that does no harm: it is taken away again. So a slice that
-    keeps nothing but -inf becomes one that keeps nothing.
-    """
-    if slices.size == 0:
-        slices = slices.with_mask()
-    filled = slices.filled(-math.inf)
-    weightless = filled.detach().amax(slices.dims, keepdim=True) == -math.inf
-    if goes_by_blocks(slices.x, slices.full_mask()) and not (
-        weightless.any() and (weightless & (slices.number(keepdim=True) > 0)).any()
-    ):
-        return slices, filled, weightless
-    slices = replace(slices, mask=slices.full_mask() & ~weightless)
-    return slices, slices.filled(-math.inf), weightless
+    one = slices.in_one_dim()
+    return slices.spread(kernel_of_softmax(one.x, one.full_mask(), logarithm))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from gradgate.masked._kernels import fill, sums, variances
+from gradgate.masked._kernels import fill, squares, sums
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
 
@@ -118,23 +118,22 @@ def distances(slices: Slices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         The distances, 0 where an element is left out, the means, and the numbers kept; halves become float32.
     """
     mask = slices.full_mask()
-    total, number = sums(*slices.grouped())
-    center = slices.ungrouped(total / number.clamp(min=1), keepdim=True)
+    total, number = sums(slices.x, mask, slices.dims, True)
+    center = total / number.clamp(min=1)
     # What is left out is taken away before and after: its distance to the center is no number to build on.
-    return fill(slices.filled(0) - center, mask, 0), center, slices.ungrouped(number, keepdim=True)
+    return fill(slices.filled(0) - center, mask, 0), center, number
 
 
 def _variance(slices: Slices, correction: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Give the variance where it is defined, what stands in its place elsewhere, and the number kept."""
-    x, mask = slices.grouped()
-    dtype = x.dtype
+    x, mask, dtype = slices.x, slices.full_mask(), slices.x.dtype
     if x.is_complex():
-        (real, number), (imaginary, _) = variances(x.real, mask), variances(x.imag, mask)
-        squares, dtype = real + imaginary, real.dtype
+        found, number = squares(x.real, mask, slices.dims, slices.keepdim)
+        found, dtype = found + squares(x.imag, mask, slices.dims, slices.keepdim)[0], found.dtype
     else:
-        squares, number = variances(x.float() if dtype in (torch.float16, torch.bfloat16) else x, mask)
-    squares, number = slices.ungrouped(squares), slices.ungrouped(number)
+        wide = x.float() if dtype in (torch.float16, torch.bfloat16) else x
+        found, number = squares(wide, mask, slices.dims, slices.keepdim)
     freedom = (number - correction).clamp(min=0)
     # torch divides by 0 here: NaN for one element, infinity for a correction that is larger than the number.
-    undefined = (squares.detach() / freedom).to(dtype)
-    return squares / torch.where(freedom > 0, freedom, 1), undefined, number
+    undefined = (found.detach() / freedom).to(dtype)
+    return found / torch.where(freedom > 0, freedom, 1), undefined, number

@@ -50,8 +50,8 @@ def sum(
     slices = slices_of(x, dim, keep, exclude, function="masked.sum", keepdim=keepdim, empty=empty, dtype=dtype)
     if slices.mask is None or not slices.x.is_floating_point():
         return slices.settle(slices.filled(0).sum(slices.dims, keepdim=keepdim), natural=0)
-    total, number = sums(*slices.grouped())
-    return slices.settle(slices.ungrouped(total).to(slices.x.dtype), natural=0, number=slices.ungrouped(number))
+    total, number = sums(slices.x, slices.mask, slices.dims, keepdim)
+    return slices.settle(total.to(slices.x.dtype), natural=0, number=number)
 
 
 def prod(
@@ -134,10 +134,10 @@ def mean(
     slices.refuse(integers=True)
     if slices.mask is None:
         return slices.settle(slices.x.mean(slices.dims, keepdim=keepdim), natural=math.nan)
-    total, number = sums(*slices.grouped())
+    total, number = sums(slices.x, slices.mask, slices.dims, keepdim)
     # Not 0 / 0: where nothing is kept, that would send NaN back to whoever differentiates twice.
-    result = slices.ungrouped(total / number.clamp(min=1)).to(slices.x.dtype)
-    return slices.settle(result, number=slices.ungrouped(number))
+    result = (total / number.clamp(min=1)).to(slices.x.dtype)
+    return slices.settle(result, number=number)
 
 
 def count(
