@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradgate import doctor as doctor
     from gradgate import edits as edits
     from gradgate import freezing as freezing
     from gradgate import gates as gates
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from gradgate import masked as masked
     from gradgate import modes as modes
     from gradgate import replaying as replaying
+    from gradgate.doctor import Diagnosis as Diagnosis
+    from gradgate.doctor import diagnose as diagnose
+    from gradgate.doctor import trace as trace
+    from gradgate.doctor import watch as watch
     from gradgate.edits import at as at
     from gradgate.errors import GradgateError as GradgateError
     from gradgate.errors import TooManyBadSamples as TooManyBadSamples
@@ -45,6 +50,8 @@ if TYPE_CHECKING:
     from gradgate.guard import Guard as Guard
     from gradgate.ledger import Ledger as Ledger
     from gradgate.loading import QuarantineSampler as QuarantineSampler
+    from gradgate.loading import collate as collate
+    from gradgate.loading import resilient as resilient
     from gradgate.loading import without as without
     from gradgate.masked import apply_rows as apply_rows
     from gradgate.masked import apply_where as apply_where
@@ -61,6 +68,7 @@ if TYPE_CHECKING:
 # Each public name and the room that it lives in; tests/test_contracts.py keeps this equal to the imports above.
 _ROOM_OF = {
     "ClipGrad": "gates",
+    "Diagnosis": "doctor",
     "Finding": "records",
     "FiniteGrad": "gates",
     "FreezeSchedule": "freezing",
@@ -79,6 +87,8 @@ _ROOM_OF = {
     "at": "edits",
     "carry_mode": "modes",
     "clip_grad": "gates",
+    "collate": "loading",
+    "diagnose": "doctor",
     "enable_grad": "modes",
     "finite_grad": "gates",
     "freeze": "freezing",
@@ -88,16 +98,33 @@ _ROOM_OF = {
     "no_grad": "modes",
     "pin": "freezing",
     "replay": "replaying",
+    "resilient": "loading",
     "reverse_grad": "gates",
     "scale_grad": "gates",
     "set_grad_enabled": "modes",
     "straight_through": "gates",
+    "trace": "doctor",
     "train_only": "freezing",
     "train_rows": "freezing",
     "trainable": "freezing",
+    "watch": "doctor",
     "without": "loading",
 }
-_ROOMS = ("edits", "errors", "freezing", "gates", "guard", "ledger", "loading", "losses", "masked", "modes", "records", "replaying")
+_ROOMS = (
+    "doctor",
+    "edits",
+    "errors",
+    "freezing",
+    "gates",
+    "guard",
+    "ledger",
+    "loading",
+    "losses",
+    "masked",
+    "modes",
+    "records",
+    "replaying",
+)
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
 

@@ -1,0 +1,129 @@
+"""Collation without the bad samples; and, when collation itself fails, which samples are to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError
+from gradgate.loading._markers import BadSample, Catch, mark
+
+__all__ = ["collate", "collate_what_fits"]
+
+Collate = Callable[[list[Any]], Any]
+
+
+def collate(samples: Sequence[Any], collate_fn: Collate | None = None) -> Any:
+    """Collate the good samples of a batch, for a dataset made by `resilient(dataset)`.
+
+    Args:
+        samples: Samples and markers of bad ones.
+        collate_fn: Collates the good ones; `torch.utils.data.default_collate` if None. For a DataLoader give it by
+            `functools.partial(gg.collate, collate_fn=...)`.
+
+    Returns:
+        The batch of the good samples; None if there is none.
+
+    Raises:
+        ArgumentTypeError: `collate_fn` cannot be called.
+
+    Example:
+        >>> dataset = gg.resilient([1.0, 2.0])
+        >>> gg.collate([dataset[0], dataset[9], dataset[1]])
+        tensor([1., 2.], dtype=torch.float64)
+        >>> gg.collate([dataset[9]]) is None
+        True
+    """
+    if collate_fn is not None and not callable(collate_fn):
+        raise ArgumentTypeError(
+            f"collate(): `collate_fn` is {describe(collate_fn)}.",
+            why="it makes a batch of a list of samples.",
+            fix="gg.collate(samples, torch.utils.data.default_collate)",
+        )
+    good = [sample for sample in samples if not isinstance(sample, BadSample)]
+    return (collate_fn or default_collate)(good) if good else None
+
+
+def collate_what_fits(
+    samples: Sequence[Any], indices: Sequence[Any], collate_fn: Collate, catch: Catch
+) -> tuple[Any, dict[int, BadSample]]:
+    """Collate a batch; if that fails, without the samples that are to blame.
+
+    Args:
+        samples: The samples, all of them loaded.
+        indices: Their indices.
+        collate_fn: Makes a batch of a list.
+        catch: What may be caught.
+
+    Returns:
+        The batch (None if nothing is left), and the markers of the bad ones by row.
+    """
+    trial = _Trial(samples, collate_fn, catch)
+    rows = list(range(len(samples)))
+    if trial.works(rows):
+        return trial.batch, {}
+    whole = trial.error
+    assert whole is not None
+    kept = _fitting(trial, rows)
+    batch = None
+    if kept:
+        assert trial.works(kept), "these were collated a moment ago"
+        batch = trial.batch
+    bad = {
+        row: mark(trial.alone.get(row, whole), indices[row], "collate", rows=len(rows))
+        for row in rows
+        if row not in kept
+    }
+    return batch, bad
+
+
+class _Trial:
+    """Collates some rows, and remembers what came of it."""
+
+    def __init__(self, samples: Sequence[Any], collate_fn: Collate, catch: Catch) -> None:
+        self._samples = samples
+        self._collate = collate_fn
+        self._catch = catch
+        self.batch: Any = None
+        self.error: Exception | None = None
+        self.alone: dict[int, Exception] = {}
+
+    def works(self, rows: Sequence[int]) -> bool:
+        try:
+            self.batch = self._collate([self._samples[row] for row in rows])
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except self._catch as error:
+            self.error = error
+            if len(rows) == 1:
+                self.alone[rows[0]] = error
+            return False
+        return True
+
+
+def _fitting(trial: _Trial, rows: list[int]) -> list[int]:
+    """Find the rows to keep: those that can be collated, and with most of the others.
+
+    A sample that cannot be collated even alone is bad. Of those that do not fit together (two shapes, say) the larger
+    party stays, in doubt that of the first sample.
+    """
+    possible = [row for row in rows if trial.works([row])]
+    if not possible:
+        # A collation that needs several samples fails for each alone; then one of them may spoil the rest.
+        return next((rest for row in rows if len(rest := [r for r in rows if r != row]) and trial.works(rest)), [])
+    best: list[int] = []
+    for first in possible:
+        party = [row for row in possible if row == first or trial.works(sorted((first, row)))]
+        if len(party) > len(best):
+            best = party
+        if 2 * len(best) > len(possible):
+            break
+    kept: list[int] = []
+    for row in best:
+        if trial.works([*kept, row]):
+            kept.append(row)
+    return kept

@@ -1,0 +1,143 @@
+"""A bad sample as an object: what stands in its place between the dataset and the collation, and why."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from gradgate.errors import ArgumentTypeError
+from gradgate.records import Incident
+
+__all__ = ["BadSample", "Catch", "attempt", "check_catch", "mark"]
+
+Catch = tuple[type[Exception], ...]
+
+# Never the user's line; and the line of a library only where there is nothing better.
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib"))
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """What stands in the place of a sample that could not be loaded.
+
+    It can be pickled, whatever the exception: one that cannot be is left behind, its type and text are in the incident.
+
+    Attributes:
+        incident: What happened.
+        index: The index that was asked for; for a stream, the sample's number.
+        exception: The exception itself, where it could be kept.
+
+    Example:
+        >>> bad = gg.resilient([1.0, 2.0])[7]
+        >>> bad.incident.sample_id, bad.exception
+        ('7', IndexError('list index out of range'))
+    """
+
+    incident: Incident
+    index: Any = None
+    exception: Exception | None = field(default=None, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadSample, (self.incident, self.index, _portable(self.exception))
+
+
+def check_catch(catch: Any) -> Catch:
+    """Make sure that what is caught are classes of ordinary exceptions.
+
+    Args:
+        catch: One class or several.
+
+    Returns:
+        The classes as a tuple.
+
+    Raises:
+        ArgumentTypeError: Something else is among them.
+    """
+    classes = catch if isinstance(catch, tuple) else (catch,)
+    for one in classes:
+        if not (isinstance(one, type) and issubclass(one, Exception)):
+            raise ArgumentTypeError(
+                f"resilient(): `catch` has {one!r}.",
+                why="only classes of exceptions can be caught; KeyboardInterrupt and SystemExit always pass.",
+                fix="catch=(OSError, ValueError)",
+            )
+    return classes
+
+
+def attempt(load: Callable[[], Any], index: Any, catch: Catch) -> Any:
+    """Load a sample, or give what stands in its place.
+
+    Args:
+        load: Loads it.
+        index: Its index.
+        catch: What may be caught. Running out of memory is no fault of a sample and always passes.
+
+    Returns:
+        The sample or a BadSample.
+    """
+    try:
+        return load()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except catch as error:
+        return mark(error, index)
+
+
+def mark(error: Exception, index: Any, cause: str = "exception", **details: Any) -> BadSample:
+    """Make the marker of a sample from the exception that it raised.
+
+    Args:
+        error: The exception.
+        index: The index of the sample.
+        cause: The kind of fault.
+        **details: What else is known.
+
+    Returns:
+        The marker.
+    """
+    worker = get_worker_info()
+    kind = type(error)
+    incident = Incident(
+        sample_id=None if index is None else str(index),
+        stage="load",
+        cause=cause,
+        exception_type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        message=str(error),
+        where=_line(error),
+        details={
+            "traceback": "".join(traceback.format_exception(error)),
+            "arguments": [repr(argument) for argument in error.args],
+            **({} if worker is None else {"worker": worker.id}),
+            **details,
+        },
+    )
+    return BadSample(incident, index, error)
+
+
+def _line(error: Exception) -> str | None:
+    """Give the innermost line of the user's code that the exception came through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    if not frames:
+        return None
+    frame = (own or frames)[-1]
+    return f"{frame.filename.removeprefix(os.getcwd() + os.sep)}:{frame.lineno}"
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """Give an exception that surely can be sent to another process, or None."""
+    try:
+        again = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
+        return None
+    return error if type(again) is type(error) else None

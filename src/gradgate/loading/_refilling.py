@@ -1,0 +1,164 @@
+"""Batches that are filled up: a batch with a bad sample is asked for again, without it and with the next one.
+
+The samples keep the order of the sampler. So when a batch turns out to have a bad sample, everything that was asked
+for after it belongs into other batches now: it is asked for again as well, and what the workers have already begun is
+thrown away when it arrives. That costs on the bad batch only. What they have found out about bad samples is kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, Sampler
+
+__all__ = ["Asked", "Refilling", "Requests"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A batch that was asked for: its number, and the places of its samples in the order of the epoch."""
+
+    number: int
+    places: tuple[int, ...]
+    round: int
+
+
+class Requests:
+    """The batches to ask for in one epoch, in order; can go back.
+
+    Args:
+        groups: Gives the indices in groups: single ones, or the batches of a batch sampler.
+        size: How many samples a batch has; None if it has as many as the group of that number.
+        drop_last: Whether a last batch that is short is left out.
+    """
+
+    def __init__(self, groups: Iterator[list[Any]], size: int | None, drop_last: bool) -> None:
+        self._groups = groups
+        self._size = size
+        self._drop_last = drop_last
+        self._indices: list[Any] = []  # all that were drawn so far, by place
+        self._sizes: list[int] = []
+        self._waiting: deque[int] = deque()  # places not asked for yet, in order
+        self._flying: deque[Asked] = deque()
+        self._bad: set[int] = set()
+        self._number = 0
+        self._round = 0
+
+    def __iter__(self) -> Requests:
+        return self
+
+    def __next__(self) -> list[Any]:
+        places: list[int] = []
+        size = self._wanted()
+        while len(places) < size and self._draw():
+            places.append(self._waiting.popleft())
+        if len(places) < size and (self._drop_last or not places):
+            self._waiting.extendleft(reversed(places))
+            raise StopIteration
+        self._flying.append(Asked(self._number, tuple(places), self._round))
+        self._number += 1
+        return [self._indices[place] for place in places]
+
+    def received(self) -> Asked:
+        """Give what the batch that has just arrived was asked for; they arrive in order."""
+        return self._flying.popleft()
+
+    def settles(self, asked: Asked, has_bad: bool) -> bool:
+        """Tell whether a batch can be given out: its samples are not asked for again."""
+        return asked.round == self._round and not (has_bad and self._go_back(asked))
+
+    def mark_bad(self, asked: Asked, rows: Iterable[int]) -> list[int]:
+        """Leave samples of a batch out of all that is still to be asked for; give the rows that are news."""
+        news = [row for row in rows if asked.places[row] not in self._bad]
+        self._bad.update(asked.places[row] for row in news)
+        return news
+
+    def more(self) -> bool:
+        """Tell whether there is a batch to ask for."""
+        size, found = self._wanted(), 0
+        held: list[int] = []
+        while found < size and self._draw():
+            held.append(self._waiting.popleft())
+            found += 1
+        self._waiting.extendleft(reversed(held))
+        return found == size or (found > 0 and not self._drop_last)
+
+    def _go_back(self, asked: Asked) -> bool:
+        """Ask again for the good samples of a batch and for all after it, if there are any after it."""
+        after = [place for one in self._flying if one.round == self._round for place in one.places]
+        self._waiting.extendleft(reversed(after))
+        if not self._draw():
+            return False
+        self._waiting.extendleft(reversed(asked.places))
+        self._number = asked.number
+        self._round += 1
+        return True
+
+    def _wanted(self) -> int:
+        if self._size is not None:
+            return self._size
+        while len(self._sizes) <= self._number and self._pull():
+            pass
+        return self._sizes[self._number] if self._number < len(self._sizes) else 1
+
+    def _draw(self) -> bool:
+        """Make sure that the first place waiting is a good one; False if there is none left."""
+        while True:
+            while self._waiting and self._waiting[0] in self._bad:
+                self._waiting.popleft()
+            if self._waiting:
+                return True
+            if not self._pull():
+                return False
+
+    def _pull(self) -> bool:
+        group = next(self._groups, None)
+        if group is None:
+            return False
+        self._waiting.extend(range(len(self._indices), len(self._indices) + len(group)))
+        self._indices += group
+        self._sizes.append(len(group))
+        return True
+
+
+class Refilling(Sampler[list[Any]]):
+    """A batch sampler whose batches can be asked for again.
+
+    Args:
+        batches: The loader's own batch sampler.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self.requests: Requests | None = None
+        self.resumed = False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Begin an epoch, or go on with the one that is not finished."""
+        if not self.resumed or self.requests is None:
+            self.requests = self._new()
+        self.resumed = False
+        return self.requests
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def _new(self) -> Requests:
+        batches = self._batches
+        if type(batches) is BatchSampler:
+            return Requests(_single(batches.sampler), batches.batch_size, batches.drop_last)
+        return Requests(_lists(batches), None, getattr(batches, "drop_last", False))
+
+
+def _single(sampler: Iterable[Any]) -> Iterator[list[Any]]:
+    # The sampler is not touched before the first index is needed, as in torch: its random numbers come in that order.
+    for index in sampler:
+        yield [index]
+
+
+def _lists(batches: Iterable[Iterable[Any]]) -> Iterator[list[Any]]:
+    for batch in batches:
+        yield list(batch)
