@@ -9,10 +9,12 @@ The tree::
     |   |   |-- NothingKeptError           a slice has no element left and no value to give for it
     |   |   `-- NothingMatchedError (LookupError)   a name or pattern found nothing
     |   `-- ArgumentIndexError   (IndexError)
+    |-- BadStepError             (ArithmeticError)   a step would have written NaN or Inf into the weights
     |-- FrozenMovedError         (AssertionError)   a frozen value is not what it was
     |-- TooManyBadSamples        (RuntimeError)     the guard refuses to go on
     `-- LedgerError              (OSError)          the ledger cannot be read or written
     GradgateWarning              (UserWarning)
+    |-- BadStepWarning                              a step with NaN or Inf gradients
     `-- LedgerWarning                               incidents are kept in memory for now
 
 Each class also derives from the builtin that Python programmers expect, so that `except ValueError` still works.
@@ -31,6 +33,8 @@ __all__ = [
     "ArgumentIndexError",
     "ArgumentTypeError",
     "ArgumentValueError",
+    "BadStepError",
+    "BadStepWarning",
     "FrozenMovedError",
     "GradgateError",
     "GradgateWarning",
@@ -94,6 +98,21 @@ class NothingMatchedError(ArgumentValueError, LookupError):
     """A name or pattern matched nothing."""
 
 
+class BadStepError(GradgateError, ArithmeticError):
+    """A step would have written NaN or Inf into the weights; it was not taken.
+
+    Args:
+        what: What went wrong and where.
+        why: Why that stops the training.
+        fix: The way out.
+        diagnosis: What the doctor found, where it could replay the step.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", diagnosis: object | None = None) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.diagnosis = diagnosis
+
+
 class FrozenMovedError(GradgateError, AssertionError):
     """A value that was frozen is not what it was."""
 
@@ -119,6 +138,10 @@ class LedgerError(GradgateError, OSError):
 
 class GradgateWarning(UserWarning):
     """The root of everything that gradgate warns of."""
+
+
+class BadStepWarning(GradgateWarning):
+    """Some gradients of a step were NaN or Inf."""
 
 
 class LedgerWarning(GradgateWarning):

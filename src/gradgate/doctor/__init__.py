@@ -2,5 +2,7 @@
 
 from gradgate.doctor._diagnosing import diagnose
 from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._tracing import Tracing, trace
+from gradgate.doctor._watching import Watch, watch
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["Diagnosis", "Tracing", "Watch", "diagnose", "trace", "watch"]

@@ -96,23 +96,10 @@ def _start(tracer: Tracer, tensors: list[torch.Tensor], inputs: tuple[int, ...] 
     trace = tracer.trace
     with undispatched():
         numbers = [total(t.detach()) for t in tensors if t.numel() and t.is_floating_point()]
-        # Gradients that were there before may be those of the same accumulation, but not across a step.
-        steps = [step.backwards for step in trace.optimizer_steps]
-        dirty = _dirty(tracer) if len(trace.backwards) in (0, *steps) else frozenset()
     loss = float(sum(x.real for x in numbers)) if numbers else None
-    backward = Backward(tuple(codes), tracer.here(), len(trace.ops), loss, inputs=inputs, dirty=dirty)
+    backward = Backward(tuple(codes), tracer.here(), len(trace.ops), loss, inputs=inputs)
     trace.backwards.append(backward)
     return backward
-
-
-def _dirty(tracer: Tracer) -> frozenset[int]:
-    """Find the parameters that hold a gradient before backward has begun."""
-    leaves = [root.tensor for root in tracer.trace.roots.values() if root.leaf and root.requires_grad]
-    return frozenset(
-        id(x)
-        for x in leaves
-        if x is not None and x.grad is not None and not x.grad.is_sparse and not is_all_zero(x.grad)
-    )
 
 
 def _nodes_below(tensors: list[torch.Tensor]) -> Iterator[Any]:
@@ -166,8 +153,7 @@ class _Look:
 
     def _maybe_bad(self, tensor: torch.Tensor, incoming: tuple[Any, ...]) -> None:
         kind = bad_kind(tensor)
-        before = {bad_kind(x) for x in incoming if x is not None and not x.is_sparse}
-        if kind is None or "nan" in before or kind in before:
+        if kind is None or any(x is not None and not x.is_sparse and bad_kind(x) for x in incoming):
             return
         trace = self.tracer.trace
         op = trace.op_number_of_node.get(self.number, -1)

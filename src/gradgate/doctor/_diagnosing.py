@@ -38,10 +38,14 @@ class Examination:
         self.namespaces = namespaces
         self.tracer = Tracer()
         self.tracer.before_step.append(self._before_step)
+        self.thorough = True
         self.gradients = Gradients(model.parameters() if model is not None else ())
+        if model is not None:
+            self.tracer.reuse.start(model.parameters())
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients.take(parameter for group in optimizer.param_groups for parameter in group["params"])
+        if self.thorough:
+            self.gradients.take(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -52,6 +56,16 @@ class Examination:
                 yield
             finally:
                 self.tracer.stop()
+
+    def run(self, step_fn: Callable[[], Any]) -> None:
+        """Run a step, and backward if the step leaves it to us.
+
+        Args:
+            step_fn: The step; may return the loss.
+        """
+        result = step_fn()
+        if isinstance(result, torch.Tensor) and not self.tracer.trace.backwards:
+            result.backward()  # type: ignore[no-untyped-call]
 
     def conclude(self, exception: BaseException | None) -> Diagnosis:
         """Say what was found.
@@ -66,10 +80,7 @@ class Examination:
         names = Names(self.model, trace.modules, self.namespaces)
         parameters = self._parameters(names)
         self.gradients.take(parameters.values())
-        dirty = frozenset().union(*(backward.dirty for backward in trace.backwards))
-        trace.gradients_left = any(
-            id(p) in dirty and p.grad is not None and not is_all_zero(p.grad) for p in parameters.values()
-        )
+        trace.gradients_left = any(p.grad is not None and not is_all_zero(p.grad) for p in parameters.values())
         case = Case(
             trace=trace,
             names=names,
@@ -94,6 +105,9 @@ class Examination:
             root.tensor for root in trace.roots.values() if root.leaf and root.requires_grad and root.tensor is not None
         ]
         held = [p for step in steps for group in step.optimizer.param_groups for p in group["params"]]
+        if held:
+            # Another network may take part that is not meant to learn here; what has a gradient is asked about, though.
+            leaves = [leaf for leaf in leaves if leaf.grad is not None]
         used = [p for module in trace.modules for p in module.parameters()] if not held else []
         found: dict[str, torch.Tensor] = {}
         for leaf in dict.fromkeys([*held, *used, *leaves]):
@@ -157,9 +171,7 @@ def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -
     raised: BaseException | None = None
     try:
         with examination.running():
-            result = step_fn()
-            if isinstance(result, torch.Tensor) and not examination.tracer.trace.backwards:
-                result.backward()  # type: ignore[no-untyped-call]
+            examination.run(step_fn)
     except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
         raised = error
     return examination.conclude(raised)

@@ -30,6 +30,7 @@ class Operator:
         written_names: Names of keyword arguments that it writes to.
         view: Whether its results share memory with its arguments.
         silent: Whether its result need not be looked at.
+        zeroes: Whether it writes zeros.
         keeps_arguments: Whether the rules want to know its arguments that are not tensors.
     """
 
@@ -38,6 +39,7 @@ class Operator:
     written_names: tuple[str, ...]
     view: bool
     silent: bool
+    zeroes: bool
     keeps_arguments: bool
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -92,5 +94,6 @@ def _describe(func: Any) -> Operator:
         written_names=tuple(argument.name for _, argument in written),
         view=bool(returns) and not written,
         silent=name in _SILENT or (space not in ("aten", "prims") and not schema.returns),
+        zeroes=name in ("zero_", "_foreach_zero_"),
         keeps_arguments=name in _KEEPS_ARGUMENTS,
     )

@@ -85,18 +85,16 @@ def _strangers(case: Case) -> Iterator[Finding]:
 
 
 def _growing(case: Case) -> Iterator[Finding]:
-    trace = case.trace
-    for number, backward in enumerate(trace.backwards):
-        stepped = [s for s in trace.optimizer_steps if s.backwards <= number]
-        certain = bool(stepped) or bool(case.previous.optimizer_steps)
-        if backward.dirty and (certain or trace.gradients_left):
+    for step in case.trace.optimizer_steps:
+        if step.again or (step.old and case.trace.gradients_left):
             yield finding_at(
-                place(backward.spot),
+                place(step.spot),
                 "GG903",
                 "warning",
                 "gradients grow from step to step: zero_grad is missing",
-                reason="backward() adds to the gradients that are there, and those of the step before are still there.",
+                reason="backward() adds to the gradients that are there; those of the step before were still there.",
                 fix="optimizer.zero_grad()     # once before each backward()",
+                also=[place(backward.spot) for backward in case.trace.backwards[:1]],
             )
             return
 

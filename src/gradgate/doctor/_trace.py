@@ -216,7 +216,6 @@ class Backward:
         nodes: Numbers of the graph nodes below it.
         running: Whether it has not come back yet.
         inputs: `id`s of the tensors that `torch.autograd.grad` was asked for; None for `backward`.
-        dirty: `id`s of parameters that held a non-zero gradient when it started.
         missing: `id`s of the tensors that `torch.autograd.grad` gave None for.
         functions: Numbers of the nodes that the user's own Functions made, with their classes.
     """
@@ -228,7 +227,6 @@ class Backward:
     nodes: frozenset[int] = frozenset()
     running: bool = True
     inputs: tuple[int, ...] | None = None
-    dirty: frozenset[int] = frozenset()
     missing: frozenset[int] = frozenset()
     functions: dict[int, type[torch.autograd.Function]] = field(default_factory=dict)
 
@@ -242,12 +240,16 @@ class OptimizerStep:
         spot: Where it was called.
         backwards: How many backward calls there had been.
         idle: Whether none of its parameters had a gradient.
+        again: How many gradients it used that it had used before and that nobody zeroed since.
+        old: How many gradients it used that were there before the trace began and that nobody zeroed.
     """
 
     optimizer: torch.optim.Optimizer
     spot: Spot
     backwards: int
     idle: bool
+    again: int = 0
+    old: int = 0
 
 
 @dataclass(slots=True)

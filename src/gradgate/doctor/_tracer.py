@@ -31,6 +31,7 @@ from gradgate.doctor._births import Births
 from gradgate.doctor._calls import CALLS
 from gradgate.doctor._operators import operator_of
 from gradgate.doctor._places import locate
+from gradgate.doctor._reuse import Reuse
 from gradgate.doctor._saving import Saving
 from gradgate.doctor._trace import Op, OptimizerStep, Spot, Trace
 from gradgate.doctor._values import Values
@@ -53,6 +54,7 @@ class Tracer:
         self.values = Values(self.trace)
         self.saving = Saving(self.trace, self.here)
         self.births = Births(self)
+        self.reuse = Reuse()
         self.spot: Spot = None
         self.off_switch = -1
         self.call = ""
@@ -225,6 +227,8 @@ class Tracer:
         spot = self.here()
         for target in operator.targets(args, kwargs):
             self.saving.log_write(target, operator.name, spot, by_optimizer=False)
+            if operator.zeroes:
+                self.reuse.zero(target)
             written.append(target)
         return written
 
@@ -265,9 +269,8 @@ class Tracer:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         spot, idle = locate(sys._getframe(1)), all(parameter.grad is None for parameter in held)
         closure = len(args) + len(kwargs) > 1
-        self.trace.optimizer_steps.append(
-            OptimizerStep(optimizer, spot, len(self.trace.backwards), idle and not closure)
-        )
+        backwards, (again, old) = len(self.trace.backwards), (0, 0) if closure else self.reuse.use(optimizer)
+        self.trace.optimizer_steps.append(OptimizerStep(optimizer, spot, backwards, idle and not closure, again, old))
         # A closure runs the user's own code inside the step; else there is nothing to see but the writing itself.
         if closure or not self.can_stop():
             return

@@ -71,7 +71,7 @@ _WAYS = (
         "look at the factor: a loss weight, a mask or a layer that gives only zeros",
     ),
 )
-_UNKNOWN = Way((), "GG305", "warning", "nothing of it is left.", "look at what this line gives")
+_UNKNOWN = Way((), "GG305", "info", "nothing of it is left.", "look at what this line gives")
 _LINEAR = _WAYS[-1].nodes
 _VANISHED = 1e-8
 _EXPLODED = 1e8

@@ -1,0 +1,117 @@
+"""`trace`: the tracer itself, always on, step after step."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from gradgate._checks import check_module
+from gradgate.doctor._diagnosing import Examination
+from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._gradients import Gradients
+from gradgate.doctor._trace import Trace
+from gradgate.records import Finding
+
+__all__ = ["Tracing", "trace"]
+
+# The rules look at so many steps in full; after that only at steps in which the tracer saw something new.
+_STEPS_IN_FULL = 2
+
+
+class Tracing:
+    """A trace in progress; `trace` makes it.
+
+    Attributes:
+        steps: How many optimizer steps have been traced.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]]) -> None:
+        self.steps = 0
+        self._model = model
+        self._examination = Examination(model, namespaces)
+        self._examination.tracer.before_step.insert(0, self._before_step)
+        self._examination.tracer.after_step.append(self._after_step)
+        self._findings: dict[Finding, None] = {}
+        self._exception: BaseException | None = None
+        self._zeros = 0
+        self._open = ExitStack()
+
+    @property
+    def diagnosis(self) -> Diagnosis:
+        """Give what was found so far, over all steps; inside the block, up to the last step of the optimizer."""
+        order = ("error", "warning", "info")
+        findings = sorted(self._findings, key=lambda finding: order.index(finding.severity))
+        return Diagnosis(tuple(findings), self._exception)
+
+    def __enter__(self) -> Tracing:
+        self._open.enter_context(self._examination.running())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+        self._exception = error if isinstance(error, Exception) else None
+        trace = self._examination.tracer.trace
+        if self._exception is not None or trace.backwards or not self.steps:
+            self._findings.update(dict.fromkeys(self._examination.conclude(self._exception).findings))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        trace = self._examination.tracer.trace
+        self._examination.thorough = self.steps < _STEPS_IN_FULL or _is_suspicious(trace, self._zeros)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        examination = self._examination
+        self.steps += 1
+        if examination.thorough or examination.tracer.trace.optimizer_steps[-1].again:
+            self._zeros = len(examination.tracer.trace.zeros)
+            self._findings.update(dict.fromkeys(examination.conclude(None).findings))
+        examination.tracer.begin_again()
+        examination.gradients = Gradients(self._model.parameters() if self._model is not None else ())
+        examination.thorough = True
+
+
+def _is_suspicious(trace: Trace, zeros: int) -> bool:
+    return (
+        bool(trace.overwrites)
+        or len(trace.zeros) != zeros
+        or any(bad.kind == "nan" or bad.stage == "backward" for bad in trace.bad)
+        or any(backward.loss is not None and not math.isfinite(backward.loss) for backward in trace.backwards)
+    )
+
+
+def trace(model: torch.nn.Module | None = None) -> Tracing:
+    """Trace everything that this thread does in a block, step after step, and say what is wrong with it.
+
+    It costs about as much as `torch.autograd.detect_anomaly` and says more; for a watch that costs nearly nothing see
+    `watch`. A step ends with the step of an optimizer. An exception of the block is explained and goes on its way.
+
+    Args:
+        model: The model that ought to learn. Without it, what the optimizers hold counts, else whatever is used.
+
+    Returns:
+        The trace, to be used as a block; its `diagnosis` says what was found.
+
+    Raises:
+        ArgumentTypeError: `model` is not a module.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> with gg.trace(layer) as traced:
+        ...     for _ in range(3):
+        ...         layer(torch.ones(4, 2)).mean().backward()
+        ...         optimizer.step()
+        >>> print(traced.diagnosis.findings[0].title)
+        gradients grow from step to step: zero_grad is missing
+    """
+    if model is not None:
+        check_module(model, name="model", function="trace")
+    frame = sys._getframe(1)
+    return Tracing(model, [frame.f_locals, frame.f_globals])

@@ -1,0 +1,245 @@
+"""`watch`: a look at the gradients before the optimizer uses them, and a replay of the step when they are bad."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradgate._checks import check_module
+from gradgate._names import describe, listed
+from gradgate.doctor._diagnosing import Examination
+from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._finite import all_finite
+from gradgate.doctor._looking import bad_kind
+from gradgate.doctor._naming import namespaces_of
+from gradgate.doctor._snapshot import Snapshot
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, BadStepError, BadStepWarning
+
+__all__ = ["Watch", "watch"]
+
+OnBad = Literal["raise", "warn", "skip"]
+Result = TypeVar("Result")
+
+
+class Watch:
+    """A watch over a model; `watch` makes it.
+
+    Attributes:
+        bad_steps: How many steps had a gradient that is not finite.
+        diagnosis: What the doctor found in the last step that `step` replayed; None before.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        on_bad: OnBad,
+        namespaces: list[Mapping[str, Any]],
+    ) -> None:
+        self.bad_steps = 0
+        self.diagnosis: Diagnosis | None = None
+        self._model = model
+        self._optimizer = optimizer
+        self._on_bad = on_bad
+        self._namespaces = namespaces
+        self._mine: dict[int, bool] = {}
+        self._snapshot = Snapshot(model)
+        self._step_fn: Callable[[], Any] | None = None
+        self._looked = False
+        self._replaying = False
+        self._open = ExitStack()
+
+    def __enter__(self) -> Watch:
+        if self._optimizer is not None:
+            handle = self._optimizer.register_step_pre_hook(self._before_step)
+        else:
+            handle = register_optimizer_step_pre_hook(self._before_step)
+        self._open.callback(handle.remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def step(self, step_fn: Callable[[], Result]) -> Result:
+        """Run one step; if it goes wrong, run it again under the tracer and explain it.
+
+        The step must compute on a batch that it closes over, not draw a new one: it is run a second time from the same
+        weights, buffers and random state. After the replay all of them are what the first run left.
+
+        Args:
+            step_fn: The step: forward, loss, backward and, if you like, the optimizer. Takes nothing.
+
+        Returns:
+            What the step gives.
+
+        Raises:
+            BadStepError: A gradient is not finite and `on_bad` is "raise"; `.diagnosis` says where it was born.
+            Exception: What the step raised, with the findings as notes.
+
+        Example:
+            >>> layer = torch.nn.Linear(2, 1)
+            >>> def step():
+            ...     loss = (layer(torch.zeros(4, 2)) * 0).sqrt().mean()
+            ...     loss.backward()
+            >>> with gg.watch(layer) as watch:
+            ...     watch.step(step)
+            Traceback (most recent call last):
+            gradgate.errors.BadStepError: the gradient of weight, bias is not finite...
+        """
+        self._snapshot.take()
+        self._step_fn, self._looked = step_fn, False
+        try:
+            result = step_fn()
+            if not self._looked:
+                self._look(self._model.parameters())
+        except BadStepError:
+            raise
+        except Exception as error:
+            self.diagnosis = self._replay(step_fn)
+            for finding in self.diagnosis.at_least("warning"):
+                error.add_note(f"gradgate {finding.code}: {finding.title} ({finding.where})\nFix: {finding.fix}")
+            raise
+        finally:
+            self._step_fn = None
+        return result
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not self._is_mine(optimizer) or getattr(optimizer, "found_inf", None) is not None:
+            return None  # a fused optimizer under GradScaler skips the step by itself
+        if self._replaying:
+            self._snapshot.before_replayed_write(optimizer)
+        elif self._step_fn is not None:
+            self._snapshot.before_write(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if closure is None:
+            self._look(held)
+            return None
+
+        def watched() -> Any:
+            loss = closure()
+            self._look(held)
+            return loss
+
+        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+
+    def _is_mine(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._optimizer is not None:
+            return True
+        known = self._mine.get(id(optimizer))
+        if known is None:
+            own = {id(parameter) for parameter in self._model.parameters()}
+            known = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            self._mine[id(optimizer)] = known
+        return known
+
+    def _look(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._looked = True
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        if not all_finite(gradients):
+            if self._replaying:
+                raise _Seen
+            self._bad(held)
+
+    def _bad(self, held: list[torch.Tensor]) -> None:
+        self.bad_steps += 1
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        bad = [names.get(id(p), describe(p)) for p in held if p.grad is not None and _is_bad(p.grad)]
+        # Backward comes from the loss, so the last layer that is bad was bad first.
+        what = f"the gradient of {listed(bad)} is not finite; {bad[-1]} is the nearest to the loss."
+        why = "the optimizer would write NaN or Inf into the weights, and into its own state for good."
+        fix = "gg.watch(model).step(step_fn)   # replays the step and names the line"
+        if self._step_fn is not None:
+            self.diagnosis = self._replay(self._step_fn)
+            worst = self.diagnosis.at_least("warning")[:1]
+            why = f"{worst[0].title} ({worst[0].where}). {worst[0].reason}" if worst else why
+            fix = worst[0].fix if worst else "gg.Guard(model)   # drops the samples that are to blame"
+        if self._on_bad == "raise":
+            raise BadStepError(what, why=why, fix=fix, diagnosis=self.diagnosis)
+        warnings.warn(BadStepWarning(f"{what}\nWhy: {why}\nFix: {fix}"), stacklevel=5)
+        if self._on_bad == "skip":
+            # Every optimizer leaves a parameter without gradient alone: bit for bit, with its momentum.
+            for parameter in held:
+                parameter.grad = None
+
+    def _replay(self, step_fn: Callable[[], Any]) -> Diagnosis:
+        examination = Examination(self._model, [*namespaces_of(step_fn), *self._namespaces])
+        raised: BaseException | None = None
+        self._replaying = True
+        with self._snapshot.rewound():
+            try:
+                with examination.running():
+                    examination.run(step_fn)
+            except _Seen:
+                raised = None
+            except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
+                raised = error
+            finally:
+                self._replaying = False
+            return examination.conclude(raised)
+
+
+class _Seen(Exception):
+    """The replay has come to the point where the optimizer would write: everything has been seen."""
+
+
+def _is_bad(gradient: torch.Tensor) -> bool:
+    return bad_kind(gradient.coalesce().values() if gradient.is_sparse else gradient) is not None
+
+
+def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, on_bad: OnBad = "raise") -> Watch:
+    """Look at the gradients of a model before an optimizer uses them; it costs next to nothing.
+
+    Use it as a block around the training loop. When a gradient is NaN or Inf it names the layers, and nothing has been
+    written yet. With `watch.step(step_fn)` in place of the body of the loop, a bad step is also run again under the
+    tracer, and the line is named where the NaN was born, or whatever else the step raised.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer to watch; without it, every one that holds a parameter of the model.
+        on_bad: "raise" a BadStepError, "warn" and go on, or warn and "skip" the step: the weights and the state of the
+            optimizer stay as they are, bit for bit.
+
+    Returns:
+        The watch, to be used as a block.
+
+    Raises:
+        ArgumentTypeError: `model` is not a module or `optimizer` not an optimizer.
+        ArgumentValueError: `on_bad` is another word.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> with gg.watch(layer, optimizer):
+        ...     (layer(torch.ones(4, 2)) / 0).sum().backward()
+        ...     optimizer.step()
+        Traceback (most recent call last):
+        gradgate.errors.BadStepError: the gradient of weight, bias is not finite; bias is the nearest to the loss...
+        >>> layer.weight.isfinite().all()
+        tensor(True)
+    """
+    check_module(model, name="model", function="watch")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"watch(): `optimizer` is {describe(optimizer)}.",
+            why="it is asked to call the watch before each of its steps.",
+            fix="gg.watch(model)   # every optimizer that holds a parameter of the model",
+        )
+    if on_bad not in ("raise", "warn", "skip"):
+        raise ArgumentValueError(
+            f"watch(): `on_bad` is {describe(on_bad)}.",
+            why='it is one of "raise", "warn" and "skip".',
+            fix='gg.watch(model, on_bad="raise")',
+        )
+    frame = sys._getframe(1)
+    return Watch(model, optimizer, on_bad, [frame.f_locals, frame.f_globals])
