@@ -6,6 +6,8 @@ Ten thousand mutated files, seeded: flipped bytes, bytes with a new value, cut e
 import pickle
 import random
 import resource
+import sqlite3
+import time
 import tracemalloc
 
 import pytest
@@ -136,3 +138,58 @@ def test_a_payload_that_would_run_something_is_only_bytes(tmp_path):
         with pytest.raises(LedgerError, match="a stored sample cannot be read"):
             decode(ledger.payload_of(one.id))
     assert not (tmp_path / "sprung").exists()
+
+
+def varint(number):
+    """The length of a small record, as SQLite writes it."""
+    return bytes([number]) if number < 128 else bytes([0x80 | number >> 7, number & 0x7F])
+
+
+def endless(original, index):
+    """Let an index lead through eighteen levels of pages, each of which has the next for all its children."""
+    size = 4096
+    pages = [bytearray(original[start : start + size]) for start in range(0, len(original), size)]
+    connection = sqlite3.connect(":memory:")
+    connection.deserialize(bytes([*original[:18], 1, 1, *original[20:]]))  # Not in WAL mode, which memory has not.
+    root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (index,)).fetchone()[0]
+    connection.close()
+    leaf = pages[root - 1]
+    assert leaf[0] == 0x0A  # A leaf page of an index.
+    at = int.from_bytes(leaf[8:10], "big")
+    length = leaf[at] if leaf[at] < 128 else (leaf[at] & 0x7F) << 7 | leaf[at + 1]
+    cell = varint(length) + leaf[at + len(varint(length)) :][:length]
+    pages.append(leaf)
+    for level in range(18):
+        child = len(pages)
+        entry = child.to_bytes(4, "big") + cell
+        count = (size - 12) // (len(entry) + 2)
+        starts = [size - len(entry) * (number + 1) for number in range(count)]
+        head = (
+            bytes([2, 0, 0])
+            + count.to_bytes(2, "big")
+            + starts[-1].to_bytes(2, "big")
+            + b"\0"
+            + child.to_bytes(4, "big")
+        )
+        page = bytearray(head + b"".join(start.to_bytes(2, "big") for start in starts)).ljust(size, b"\0")
+        for start in starts:
+            page[start : start + len(entry)] = entry
+        if level == 17:
+            pages[root - 1] = page
+        else:
+            pages.append(page)
+    pages[0][28:32] = len(pages).to_bytes(4, "big")
+    return b"".join(pages)
+
+
+@pytest.mark.parametrize(
+    ("index", "question"), [("incident_kind", "stats"), ("incident_sample", "bad_ids"), ("incident_time", "incidents")]
+)
+def test_a_few_pages_that_pretend_to_hold_endless_rows_are_stopped(sound, tmp_path, index, question):
+    path = tmp_path / "run.ledger"
+    path.write_bytes(endless(sound, index))
+    ledger = Ledger(path, read_only=True)
+    start = time.monotonic()
+    with pytest.raises(LedgerError, match="than a sound file of this size needs"):
+        getattr(ledger, question)()
+    assert time.monotonic() - start < 20
