@@ -30,8 +30,8 @@ $(VENV)/.docs: $(VENV)/.dev
 	$(PIP) install --editable ".[docs]"
 	@touch $@
 
-demo: $(VENV)/.demo       ## the tour: what the library does, on a small real training
-	$(BIN)/python examples/tour.py
+demo: $(VENV)/.demo       ## why this library exists, on real data, in under two minutes
+	$(BIN)/gradgate demo
 
 check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

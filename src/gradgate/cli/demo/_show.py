@@ -1,0 +1,100 @@
+"""What the demonstration shows: four trainings side by side, and what came of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gradgate.cli.demo._data import FAULTS, Digits
+from gradgate.cli.demo._ways import WAYS, Progress
+
+__all__ = ["Screen"]
+
+
+class Screen:
+    """A table that fills while the trainings run.
+
+    Args:
+        train: The training data.
+        test: The test data.
+        quiet: Show nothing.
+    """
+
+    def __init__(self, train: Digits, test: Digits, *, quiet: bool) -> None:
+        self._console = Console(quiet=quiet, highlight=False)
+        self._states: dict[str, Progress] = {}
+        self._live = Live(self._table(), console=self._console, auto_refresh=False)
+        tell = self._console.print
+        tell(f"\n{len(train):,} handwritten digits to learn from, {len(test)} to test with. ", end="")
+        tell(f"{len(train.broken)} of the first are broken:" if train.broken else "None is broken.", style="bold")
+        for kind, count in Counter(train.broken.values()).items():
+            tell(f"  {count:>3} x {kind}: {FAULTS[kind]}")
+        tell("\nThe same network, seeds and batches in four ways:")
+
+    def __enter__(self) -> Screen:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def show(self, way: str, progress: Progress) -> None:
+        """Show where a training stands.
+
+        Args:
+            way: Its letter.
+            progress: Where it stands.
+        """
+        self._states[way] = progress
+        self._live.update(self._table(), refresh=True)
+
+    def conclude(self, *, same: bool, right: bool, ledger: Path, replayed: Any) -> None:
+        """Say what came of it.
+
+        Args:
+            same: Whether the guarded training has the weights of the one without the broken samples.
+            right: Whether exactly the broken samples were dropped.
+            ledger: The ledger's path.
+            replayed: One incident again, if there was one.
+        """
+        tell = self._console.print
+        tell()
+        tell(self._verdict(same, "(c) ended with the weights and statistics of (d), bit for bit."))
+        tell(self._verdict(right, "Exactly the broken samples were dropped, and nothing else."))
+        if replayed is not None:
+            tell("\n[bold]One of them again[/bold], from the ledger:")
+            for line in str(replayed).splitlines():
+                tell(Text("  " + line))
+        tell(f"\n[bold]Every drop is written down:[/bold] gradgate ledger list {ledger}")
+
+    @staticmethod
+    def _verdict(holds: bool, sentence: str) -> Text:
+        return Text.assemble(("yes  ", "bold green") if holds else ("NO   ", "bold red"), sentence)
+
+    def _table(self) -> Group:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for head in ("", "", "epoch", "loss", "accuracy", "lost batches", "lost samples"):
+            table.add_column(head, justify="right" if head else "left", no_wrap=True)
+        ends = []
+        for way, (name, _) in WAYS.items():
+            state = self._states.get(way)
+            table.add_row(way, name, *(_cells(state) if state else [""] * 5), style="bold" if way == "c" else "")
+            if state and state.end:
+                ends.append(Text(f"({way}) {state.end}", style="yellow"))
+        return Group(table, *ends)
+
+
+def _cells(state: Progress) -> list[str]:
+    loss = "nan" if math.isnan(state.loss) else f"{state.loss:.4f}"
+    return [str(state.epoch), loss, f"{state.accuracy:.1%}", str(state.batches_lost), str(state.samples_lost)]

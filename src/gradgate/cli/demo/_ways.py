@@ -1,0 +1,211 @@
+"""Four ways to train on the same data with the same seeds: plain, skipping batches, guarded, without the broken.
+
+Each is the loop that one would write; they differ in the few lines that matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from gradgate.cli.demo._data import Digits, WithoutBroken, batches
+from gradgate.guard import Guard
+from gradgate.ledger import Ledger
+from gradgate.loading import resilient
+from gradgate.modes import grad_mode
+
+__all__ = ["WAYS", "Network", "Progress", "loss_of"]
+
+BATCH = 32
+
+
+@dataclass
+class Progress:
+    """Where a training stands."""
+
+    epoch: int = 0
+    loss: float = float("nan")
+    accuracy: float = 0.0
+    steps: int = 0
+    batches_lost: int = 0
+    samples_lost: int = 0
+    end: str = ""
+
+
+class Network(torch.nn.Module):
+    """A small CNN with BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv2d(1, 16, 3, padding=1, bias=False)
+        self.body = torch.nn.Sequential(
+            torch.nn.BatchNorm2d(16),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(16, 32, 3, padding=1),
+            torch.nn.BatchNorm2d(32),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(512, 10),
+        )
+
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the scores, and how much light each image has: a norm, whose gradient at 0 is NaN."""
+        edges = self.stem(image)
+        return self.body(edges), edges.flatten(1).square().sum(1).sqrt()
+
+
+def loss_of(model: Network, batch: dict[str, Any]) -> torch.Tensor:
+    """Give the mean loss of a batch: weighted cross entropy, and a little for bright images.
+
+    Args:
+        model: The network.
+        batch: Images, labels, and weights as text.
+
+    Returns:
+        One number.
+    """
+    weights = torch.tensor([float(text) for text in batch["weight"]])
+    scores, light = model(batch["image"])
+    per_sample = functional.cross_entropy(scores, batch["label"], reduction="none")
+    loss: torch.Tensor = (weights * per_sample + 1e-3 * light).mean()
+    return loss
+
+
+@dataclass
+class Training:
+    """One training: its data, model, optimizer, and where it stands."""
+
+    train: Digits
+    test: Digits
+    epochs: int
+    seed: int
+    ledger: Ledger | None = None
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        self.model = Network()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        self.chance = torch.Generator().manual_seed(self.seed)
+        self.progress = Progress()
+
+    def loader(self, *, whole: bool = False) -> DataLoader[dict[str, Any]]:
+        """Make the loader of one training; with `whole` the broken samples are left out of its batches."""
+        sampler: Any = batches(self.train, BATCH, self.chance)
+        if whole:
+            sampler = WithoutBroken(sampler, self.train.broken)
+        return DataLoader(self.train, batch_sampler=sampler, generator=self.chance)
+
+    def evaluate(self) -> None:
+        """Measure the accuracy on the test data."""
+        self.model.eval()
+        with grad_mode(False):
+            scores, _ = self.model(self.test.images[:, None])
+        self.model.train()
+        self.progress.accuracy = (scores.argmax(1) == self.test.labels).float().mean().item()
+
+
+def plain(training: Training) -> Iterator[Progress]:
+    """Train as everybody does, until something breaks."""
+    state, model, optimizer = training.progress, training.model, training.optimizer
+    for state.epoch in range(1, training.epochs + 1):
+        try:
+            for batch in training.loader():
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                state.loss = loss.item()
+                state.steps += 1
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this training: that is the point
+            state.end = f"{type(error).__name__}: {error}"
+        training.evaluate()
+        yield state
+        if state.end:
+            state.end = f"crashed at step {state.steps + 1}: {state.end}"
+            return
+
+
+def skipping(training: Training) -> Iterator[Progress]:
+    """Train with the usual remedy: a batch that raises or whose loss or gradient is not finite is skipped."""
+    state, model, optimizer = training.progress, training.model, training.optimizer
+    for state.epoch in range(1, training.epochs + 1):
+        loader = iter(training.loader())
+        while True:
+            try:
+                batch = next(loader)
+            except StopIteration:
+                break
+            except OSError:
+                state.batches_lost += 1
+                state.samples_lost += BATCH
+                continue
+            try:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                good = loss.isfinite() and all(
+                    p.grad.isfinite().all() for p in model.parameters() if p.grad is not None
+                )
+            except (ValueError, IndexError):
+                good = False
+            if good:
+                optimizer.step()
+                state.loss = loss.item()
+                state.steps += 1
+            else:
+                state.batches_lost += 1
+                state.samples_lost += len(batch["label"])
+        training.evaluate()
+        yield state
+    poisoned = [name for name, buffer in model.named_buffers() if not buffer.isfinite().all()]
+    state.end = f"{len(poisoned)} statistics of BatchNorm have become NaN" if poisoned else ""
+
+
+def guarded(training: Training) -> Iterator[Progress]:
+    """Train with gradgate: three lines are different."""
+    state, model, optimizer = training.progress, training.model, training.optimizer
+    guard = Guard(model, ledger=training.ledger, payload=True, patience=10**9)
+    for state.epoch in range(1, training.epochs + 1):
+        guard.epoch = state.epoch
+        loader = resilient(training.loader(), refill=False, ledger=training.ledger)
+        for batch in loader:
+            optimizer.zero_grad()
+            step = guard.step(batch, lambda batch: loss_of(model, batch), ids=batch["id"].tolist())
+            optimizer.step()
+            state.loss = step.loss.item()
+            state.steps += 1
+            state.samples_lost += len(step.dropped)
+        state.samples_lost += len(loader.incidents)
+        training.evaluate()
+        yield state
+
+
+def without_broken(training: Training) -> Iterator[Progress]:
+    """Train on the same batches without the broken samples: what should have come out."""
+    state, model, optimizer = training.progress, training.model, training.optimizer
+    for state.epoch in range(1, training.epochs + 1):
+        for batch in training.loader(whole=True):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            state.loss = loss.item()
+            state.steps += 1
+        training.evaluate()
+        yield state
+
+
+WAYS: dict[str, tuple[str, Callable[[Training], Iterator[Progress]]]] = {
+    "a": ("plain PyTorch", plain),
+    "b": ("skip bad batches", skipping),
+    "c": ("gradgate", guarded),
+    "d": ("clean data", without_broken),
+}
+"""The four ways, by letter: what they are called, and how they train."""

@@ -1,0 +1,62 @@
+"""gradgate demo: the comparison holds, it says so, and it can be run again."""
+
+import json
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from gradgate.cli import main
+from gradgate.cli.demo._data import FAULTS, load
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    yield
+    torch.set_num_threads(1)
+
+
+def demo(*arguments):
+    return CliRunner().invoke(main, ["demo", *arguments])
+
+
+@pytest.mark.slow
+def test_the_guarded_training_is_the_one_without_the_broken_samples(tmp_path):
+    done = demo("--epochs", "1", "--bad-fraction", "0.02", "--out", str(tmp_path), "--json")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["bit_identical"]
+    assert answer["exactly_the_broken_were_found"]
+    assert set(answer["broken"].values()) == set(FAULTS)
+    assert "crashed at step" in answer["ways"]["a"]["end"]
+    assert answer["ways"]["b"]["batches_lost"] > 10
+    assert answer["ways"]["c"]["samples_lost"] == len(answer["broken"])
+    assert answer["ways"]["c"]["accuracy"] == answer["ways"]["d"]["accuracy"] > 0.5
+    assert answer["replayed"]["verdict"] == "same"
+
+
+@pytest.mark.slow
+def test_again_in_the_same_folder_and_with_nothing_broken(tmp_path):
+    for _ in range(2):
+        done = demo("--epochs", "1", "--bad-fraction", "0", "--seed", "3", "--out", str(tmp_path))
+        assert done.exit_code == 0, done.output
+    assert "None is broken." in done.output
+    assert "yes  (c) ended with the weights and statistics of (d), bit for bit." in done.output
+    assert [file.name for file in tmp_path.iterdir()] == ["demo.ledger"]
+
+
+def test_wrong_arguments_are_told_without_a_traceback(tmp_path, monkeypatch):
+    assert demo("--bad-fraction", "2").exit_code == 2
+    assert demo("--epochs", "0").exit_code == 2
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    done = demo("--out", str(tmp_path))
+    assert done.exit_code == 1
+    assert "Fix: pip install 'gradgate[demo]'" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_the_data_is_the_same_for_the_same_seed():
+    (one, _), (again, _), (other, _) = load(1, 0.1), load(1, 0.1), load(2, 0.1)
+    assert one.broken == again.broken != other.broken
+    assert torch.equal(one.images, again.images)
