@@ -38,6 +38,17 @@ def test_the_fast_way_asks_nothing_of_the_host():
         assert Mask(torch.ones(4, 1, dtype=torch.bool))(gradient).shape == (4, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_masks_of_many_blocks(dtype):
+    gradient = torch.randn(3, 100_001, dtype=dtype)
+    keep = torch.rand(3, 100_001) > 0.5
+    gradient[~keep] = NAN
+    before = keep.clone()
+    with torch.no_grad():
+        assert torch.equal(Mask(keep)(gradient), torch.where(keep, gradient, 0))
+    assert torch.equal(keep, before)
+
+
 def test_a_mask_that_lies_anyhow_in_memory():
     keep = torch.tensor([[True, False], [False, False], [True, True]]).t()
     weights = torch.full((2, 3), NAN)

@@ -23,18 +23,21 @@ __all__ = ["put_rule", "swap"]
 class Treatment:
     """A rule with its meter, as autograd meets it in backward."""
 
-    __slots__ = ("meter", "rule", "version")
+    __slots__ = ("meter", "operand", "rule", "version")
 
-    def __init__(self, rule: Rule, meter: GateMeter | None) -> None:
+    def __init__(self, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None) -> None:
         self.rule = rule
-        self.version = _version(rule.operand)
+        self.operand = operand
+        # Tensors of inference mode count no versions; nobody can overwrite them here either.
+        self.version = 0 if operand is None or operand.is_inference() else operand._version
         self.meter = meter
 
     def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         """Give what goes on in place of what arrives; nothing for nothing."""
         if gradients[0] is None:
             return gradients
-        if _version(self.rule.operand) != self.version:
+        operand = self.operand
+        if operand is not None and not operand.is_inference() and operand._version != self.version:
             raise GradgateError(
                 "A mask or factor of a gate was overwritten between forward and backward.",
                 why="the gradient would follow another mask than the one that the gate was given.",
@@ -48,11 +51,6 @@ class Treatment:
         if self.meter is not None:
             self.meter.count(gradient, result, rule.stopped(gradient))
         return result
-
-
-def _version(operand: torch.Tensor | None) -> int:
-    """Count how often a tensor was written to; one of inference mode cannot be, here."""
-    return 0 if operand is None or operand.is_inference() else operand._version
 
 
 class Gated(torch.autograd.Function):
@@ -91,14 +89,24 @@ apply_gated = bound_apply(Gated)
 apply_swapped = bound_apply(Swapped)
 
 
-def put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None) -> torch.Tensor:
-    """Give x with a rule for its gradient; only the values where no gradient will come."""
+def put_rule(x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None) -> torch.Tensor:
+    """Give x with a rule for its gradient; only the values where no gradient will come.
+
+    Args:
+        x: Any tensor.
+        rule: What happens to its gradient.
+        operand: The tensor that the rule stands on, if there is one; it must be the same in backward.
+        meter: Counts, if there is one.
+
+    Returns:
+        The values of x.
+    """
     if not (x.requires_grad and torch.is_grad_enabled()):
         # Not x itself: an in-place operation that follows must not do in evaluation what it does not do in training.
         return _values(x) if x.is_floating_point() or x.is_complex() else x
     if isinstance(rule, Whole) and not rule.keep:
         return _shut(x, rule, meter)
-    treatment = Treatment(rule, meter)
+    treatment = Treatment(rule, operand, meter)
     gated = recorded_without_copy(x)
     if gated is None:
         gated = apply_gated(x, treatment)
@@ -111,7 +119,7 @@ def _shut(x: torch.Tensor, rule: Whole, meter: GateMeter | None) -> torch.Tensor
     if meter is None:
         return _values(x)
     # The meter wants to see the gradient: an empty leaf makes autograd bring it this far, and no further.
-    counted: torch.Tensor = apply_gated(_values(x), Treatment(rule, meter), torch.empty(0, requires_grad=True))
+    counted: torch.Tensor = apply_gated(_values(x), Treatment(rule, None, meter), torch.empty(0, requires_grad=True))
     return counted
 
 

@@ -53,10 +53,11 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
     """
     check_tensor(x, name="x", function="gate")
     if isinstance(keep, bool):
-        return _put_rule(x, Whole(keep), meter, "gate")
+        return _put_rule(x, Whole(keep), None, meter, "gate")
     if callable(keep):
-        return _put_rule(x, Chosen(keep), meter, "gate")
-    return _put_rule(x, Mask(check_keep(keep, x, function="gate")), meter, "gate")
+        return _put_rule(x, Chosen(keep), None, meter, "gate")
+    check_keep(keep, x, function="gate")
+    return _put_rule(x, Mask(keep), keep, meter, "gate")
 
 
 def scale_grad(x: torch.Tensor, factor: float | torch.Tensor, *, meter: GateMeter | None = None) -> torch.Tensor:
@@ -178,7 +179,7 @@ def clip_grad(
             why="samples lie along the first dimension.",
             fix="per_sample=False",
         )
-    return _put_rule(x, Clip(max_norm, max_value, per_sample), meter, "clip_grad")
+    return _put_rule(x, Clip(max_norm, max_value, per_sample), None, meter, "clip_grad")
 
 
 def finite_grad(x: torch.Tensor, fill: float = 0.0, *, meter: GateMeter | None = None) -> torch.Tensor:
@@ -209,7 +210,7 @@ def finite_grad(x: torch.Tensor, fill: float = 0.0, *, meter: GateMeter | None =
     """
     check_tensor(x, name="x", function="finite_grad")
     check_fill(fill, x)
-    return _put_rule(x, Finite(fill), meter, "finite_grad")
+    return _put_rule(x, Finite(fill), None, meter, "finite_grad")
 
 
 def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
@@ -251,12 +252,15 @@ def _scale(
 ) -> torch.Tensor:
     check_tensor(x, name="x", function=function)
     check_factor(factor, x, name=name, function=function)
-    return _put_rule(x, Scale(factor if sign == 1 else -factor), meter, function)
+    factor = factor if sign == 1 else -factor
+    return _put_rule(x, Scale(factor), factor if isinstance(factor, torch.Tensor) else None, meter, function)
 
 
-def _put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None, function: str) -> torch.Tensor:
+def _put_rule(
+    x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None, function: str
+) -> torch.Tensor:
     if meter is not None:
         check_meter(meter, function=function, traced=is_traced())
     if is_traced():
         return _traced.put_rule(x, rule, function)
-    return _eager.put_rule(x, rule, meter)
+    return _eager.put_rule(x, rule, operand, meter)

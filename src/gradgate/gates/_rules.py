@@ -19,6 +19,7 @@ __all__ = ["Chosen", "Clip", "Finite", "Mask", "Rule", "Scale", "Whole"]
 
 # Widths of gradient elements, and the integers whose bits can stand for them.
 INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BLOCK = 2**17  # elements that fit into the cache of a core
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -34,11 +35,6 @@ class Rule:
     def stopped(self, gradient: torch.Tensor) -> torch.Tensor | int:
         """Count the elements that are withheld or replaced, without asking the host."""
         return 0
-
-    @property
-    def operand(self) -> torch.Tensor | None:
-        """The tensor that the rule stands on, if it has one."""
-        return None
 
     def at(self, rows: torch.Tensor, shape: torch.Size) -> Rule:
         """Give the rule for these rows of a gradient of that shape."""
@@ -78,11 +74,6 @@ class Mask(Rule):
         """Count where keep is False, each as often as it is broadcast."""
         return self.keep.logical_not().count_nonzero() * (gradient.numel() // max(self.keep.numel(), 1))
 
-    @property
-    def operand(self) -> torch.Tensor:
-        """The mask."""
-        return self.keep
-
     def at(self, rows: torch.Tensor, shape: torch.Size) -> Mask:
         """Give the mask of these rows."""
         return Mask(self.keep.expand(shape)[rows])
@@ -121,11 +112,6 @@ class Scale(Rule):
         if isinstance(self.factor, torch.Tensor):
             return Mask(self.factor != 0).stopped(gradient)
         return gradient.numel() if self.factor == 0 else 0
-
-    @property
-    def operand(self) -> torch.Tensor | None:
-        """The factor, if it is a tensor."""
-        return self.factor if isinstance(self.factor, torch.Tensor) else None
 
     def at(self, rows: torch.Tensor, shape: torch.Size) -> Scale:
         """Give the factor of these rows."""
@@ -188,8 +174,20 @@ def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or integer is None or type(gradient) is not torch.Tensor:
         return torch.where(keep, gradient, 0)
     bits = gradient.resolve_neg().view(integer)
-    ones = keep.view(torch.uint8).to(integer)  # never keep's own memory: no integer above is unsigned
-    return (ones.mul_(bits) if ones.shape == bits.shape else bits * ones).view(gradient.dtype)
+    ones = keep.view(torch.uint8)
+    if bits.is_cpu and ones.shape == bits.shape and bits.is_contiguous() and ones.is_contiguous():
+        kept = torch.empty_like(bits)
+        # Block by block, so that the second pass finds in the cache what the first one left there.
+        for part, zero_or_one, block in zip(_blocks(kept), _blocks(ones), _blocks(bits), strict=True):
+            part.copy_(zero_or_one).mul_(block)
+    else:
+        kept = bits * ones.to(integer)
+    return kept.view(gradient.dtype)
+
+
+def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    parts: tuple[torch.Tensor, ...] = torch.split(tensor.view(-1), BLOCK)
+    return parts
 
 
 def _norm(gradient: torch.Tensor, order: float, per_sample: bool) -> torch.Tensor:
