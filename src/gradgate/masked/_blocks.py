@@ -146,7 +146,7 @@ def _reduced(
     result = results[0]
     # Beyond half of what the dtype can hold, an extreme may be what stands for the left-out.
     most = torch.finfo(result.dtype).max / 2
-    if not all(abs(bound) < most for bound in (result.amin().item(), result.amax().item())):
+    if not (result if result.numel() == 1 else result.abs().amax()).abs().item() < most:
         rows = (~(result.abs() < most)).any(1).nonzero().squeeze(1)
         for first, again in zip(results, reduction(x[rows], mask[rows], exact=True), strict=True):
             first[rows] = again.to(first.dtype)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from gradgate._torch_compat import has_data
-from gradgate.masked._kernels import extreme, fill, goes_by_blocks
+from gradgate.masked._kernels import extreme, fill, may_look
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude, Number
 
@@ -171,7 +169,7 @@ def _extreme(
     slices = slices.with_mask()
     if slices.x.is_floating_point():
         found = extreme(slices.x, slices.full_mask(), slices.dims, slices.keepdim, largest=reduce is torch.amax)
-        if goes_by_blocks(slices.x, slices.full_mask()) and not found.isinf().any():
+        if may_look(slices.x, slices.full_mask()) and not found.isinf().any():
             return found  # so nothing is empty, and there is no need to count
         return slices.settle(found)
     return slices.settle(reduce(slices.filled(limit(slices.x.dtype)), slices.dims, keepdim=slices.keepdim))
@@ -182,15 +180,16 @@ def _position(
 ) -> torch.Tensor:
     slices.refuse(complexes=True)
     one = slices.with_mask().in_one_dim()
-    mask: Any = one.mask
+    mask = one.full_mask()
     x = one.x.detach().to(torch.uint8) if one.x.dtype is torch.bool else one.x.detach()
     last = limit(x.dtype)
     filled = fill(x, mask, last)
     index = find(filled, -1)
     # Only where all that is kept equals what stands for the left-out can the search have found one of those.
     tied = filled.gather(-1, index.unsqueeze(-1)).squeeze(-1) == last
-    if not (x.is_cpu and has_data(x, mask)) or tied.any():
-        index = torch.where(tied, mask.to(torch.uint8).argmax(-1), index)
+    if may_look(x, mask) and not tied.any():
+        return slices.reduced(index)  # nothing is empty either: all of it would equal what stands for the left-out
+    index = torch.where(tied, mask.to(torch.uint8).argmax(-1), index)
     return slices.settle(slices.reduced(index), number=slices.reduced(one.number()))
 
 

@@ -15,7 +15,7 @@ from gradgate._torch_compat import apply_function, has_data, is_traced
 from gradgate.masked import _blocks, _exponentials
 from gradgate.masked._valid import Number
 
-__all__ = ["counts", "extreme", "fill", "goes_by_blocks", "logsumexp", "softmax", "squares", "sums"]
+__all__ = ["counts", "extreme", "fill", "goes_by_blocks", "logsumexp", "may_look", "recorded", "softmax", "squares", "sums"]
 
 SMALL = 1 << 13  # elements: beneath it, the overhead of a piece is more than what torch.where costs
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -35,14 +35,36 @@ def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor) -> bool:
     """
     return (
         x.numel() >= SMALL
-        and x.is_cpu
-        and mask.is_cpu
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.layout is torch.strided
         and x.element_size() in _blocks.LANES
-        and not is_traced()
-        and has_data(x, mask)
+        and may_look(x, mask)
     )
+
+
+def may_look(x: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Tell whether the host may look at values without making a device wait.
+
+    Args:
+        x: The values.
+        mask: The mask.
+
+    Returns:
+        True for real values on the CPU while nothing traces.
+    """
+    return x.is_cpu and mask.is_cpu and not is_traced() and has_data(x, mask)
+
+
+def recorded(x: torch.Tensor) -> bool:
+    """Tell whether autograd records what is done with x.
+
+    Args:
+        x: The values.
+
+    Returns:
+        False for certain only; forward mode and torch.func count as recording.
+    """
+    return (x.requires_grad and torch.is_grad_enabled()) or is_traced()
 
 
 def fill(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
@@ -77,7 +99,7 @@ def counts(mask: torch.Tensor, shape: torch.Size, dims: Dims, keepdim: bool) -> 
     Returns:
         The numbers, int64.
     """
-    mask = mask.expand(shape)
+    mask = mask if mask.shape == shape else mask.expand(shape)
     if mask.numel() >= SMALL and mask.is_cpu and not is_traced() and has_data(mask):
         # Bytes are added much quicker than bools, and 32 bits quicker than 64.
         return mask.view(torch.uint8).sum(dims, keepdim=keepdim, dtype=torch.int32).long()
@@ -98,7 +120,7 @@ def sums(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool) -> tupl
     """
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
         grouped = _grouped(x, dims), _grouped(mask.expand(x.shape), dims)
-        total, number = apply_function(_Sums, *grouped) if _recorded(x) else _blocks.sums(*grouped)
+        total, number = apply_function(_Sums, *grouped) if recorded(x) else _blocks.sums(*grouped)
         return _shaped(total, x, dims, keepdim), _shaped(number, x, dims, keepdim)
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
     total = fill(x, mask, 0).sum(dims, keepdim=keepdim, dtype=wide)
@@ -146,7 +168,7 @@ def extreme(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool, larg
     limit = -math.inf if largest else math.inf
     filled = torch.where(mask, x, limit)
     found = (torch.amax if largest else torch.amin)(filled, dims, keepdim=keepdim)
-    if not (_recorded(x) or is_traced()):
+    if not recorded(x):
         return found
     # Where the kept ones are as infinite as what stands for the left-out, those would take a share of the gradient.
     # All of the kept are equal there, so that their mean has the same value, and shares among them alone.
@@ -169,6 +191,10 @@ def logsumexp(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> torch.Tensor:
     if x.dtype in _FLOATS[:2] and goes_by_blocks(x, mask):
         found = apply_function(_LogSumExp, _grouped(x, dims), _grouped(mask.expand(x.shape), dims))
         return _shaped(found, x, dims, True)
+    if may_look(x, mask):
+        found = torch.logsumexp(fill(x, mask, -math.inf), dims, keepdim=True)
+        if not found.isinf().any():  # then every slice has a weight
+            return found
     mask, weightless = _with_weight(x, mask, dims)
     result = torch.logsumexp(fill(x, mask, -math.inf), dims, keepdim=True)
     return torch.where(weightless, -math.inf, result)
@@ -192,10 +218,10 @@ def softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tenso
         result: torch.Tensor = found.view(x.shape)
         return result
     function = torch.log_softmax if logarithm else torch.softmax
-    if not (_recorded(x) or is_traced()) and x.is_cpu and has_data(x, mask):
-        found = function(torch.where(mask, x, -math.inf), -1)
-        if not found.select(-1, 0).isnan().any():
-            return found  # what is left out has no weight already
+    if may_look(x, mask):
+        found = function(fill(x, mask, -math.inf), -1)
+        if not found.select(-1, 0).isnan().any():  # then every slice has a weight, and what is left out has none
+            return fill(found, mask, nothing) if recorded(x) else found
     mask, _ = _with_weight(x, mask, (x.dim() - 1,))
     # exp(-inf - -inf) is NaN where nothing is kept; in the place of what is left out that is taken away again.
     return fill(function(fill(x, mask, -math.inf), -1), mask, nothing)
@@ -220,10 +246,6 @@ def _shaped(result: torch.Tensor, x: torch.Tensor, dims: Dims, keepdim: bool) ->
     """Give a result of shape (outer, inner) the shape that keepdim asks for."""
     kept = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
     return result.reshape(kept)
-
-
-def _recorded(x: torch.Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _expanded(slices: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,9 @@ class Slices:
 
     def full_mask(self) -> torch.Tensor:
         """Give the mask in the shape of x."""
-        return torch.ones_like(self.x, dtype=torch.bool) if self.mask is None else self.mask.expand(self.x.shape)
+        if self.mask is None:
+            return torch.ones_like(self.x, dtype=torch.bool)
+        return self.mask if self.mask.shape == self.x.shape else self.mask.expand(self.x.shape)
 
     def number(self, keepdim: bool | None = None) -> torch.Tensor:
         """Give how many elements are kept in each slice."""
@@ -75,6 +77,8 @@ class Slices:
 
     def in_one_dim(self) -> Slices:
         """Give the same slices along one last dimension."""
+        if self.dims == (self.x.dim() - 1,):
+            return Slices(self.x, self.mask, self.dims, False, self.empty, self.function)
         last = tuple(range(self.x.dim() - len(self.dims), self.x.dim()))
         x = _gathered(self.x, self.dims, last)
         mask = None if self.mask is None else _gathered(self.mask.expand(self.x.shape), self.dims, last)
@@ -84,6 +88,8 @@ class Slices:
         """Give a result of `in_one_dim` that still has its last dimension the shape of x."""
         if not self.dims:
             return result.squeeze(-1)
+        if self.dims == (self.x.dim() - 1,):
+            return result
         last = tuple(range(self.x.dim() - len(self.dims), self.x.dim()))
         sizes = [self.x.shape[d] for d in self.dims]
         return torch.unflatten(result, -1, sizes).movedim(last, self.dims)
