@@ -102,6 +102,11 @@ def test_an_object_without_a_text_is_recorded_all_the_same(ledger):
     assert ledger.incidents()[0].details == {"mute": "<Mute whose text cannot be had: RuntimeError>"}
 
 
+def test_a_stage_of_another_name_does_not_spoil_the_ledger(ledger):
+    ledger.record(incident(stage="collate"))
+    assert ledger.incidents(stage="collate")[0].stage == "collate"
+
+
 def test_long_texts_are_cut_and_say_so(ledger):
     ledger.record(incident(message="x" * 5_000, details={"tokens": "y" * 50_000, "values": [1] * 20_000}))
     (back,) = ledger.incidents()

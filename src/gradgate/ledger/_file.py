@@ -18,7 +18,7 @@ from pathlib import Path
 from gradgate.errors import LedgerError
 from gradgate.ledger import _schema
 
-__all__ = ["LOCK", "LedgerFile", "explain"]
+__all__ = ["LOCK", "PATIENCE", "LedgerFile"]
 
 LOCK = threading.RLock()
 """Held around every use of every ledger of this process."""
@@ -47,9 +47,10 @@ class _Meter:
 
     def allow(self, path: Path | None) -> None:
         """Allow what the file's size may need, or anything if there is none."""
-        sizes = (Path(f"{path}{part}") for part in ("", "-wal")) if path else ()
-        total = sum(file.stat().st_size for file in sizes if file.exists())
-        self.left = (1_000_000 + 10 * total) // STEPS if path else 2**62
+        if path is None:
+            self.left = 2**62
+        else:
+            self.left = (1_000_000 + 10 * (_size(str(path)) + _size(f"{path}-wal"))) // STEPS
 
     def __call__(self) -> bool:
         self.left -= 1
@@ -137,14 +138,22 @@ class LedgerFile:
         if self._connection is not None and self._identity != _identity(self.path):
             self.close()
         if self._connection is None:
-            self._meter.allow(self.path)
-            open_file = _open_to_read if self.read_only else _open_to_write
-            self._connection = open_file(self.path, self._meter)
+            self._connection = self._open()
             self._identity = _identity(self.path)
         return self._connection
 
+    def _open(self) -> sqlite3.Connection:
+        self._meter.allow(self.path)
+        try:
+            return (_open_to_read if self.read_only else _open_to_write)(self.path, self._meter)
+        except LedgerError:
+            raise
+        except OSError as error:  # Such as a folder that may no longer be entered.
+            what = f"the ledger {self.path} cannot be opened: {error.strerror}."
+            raise LedgerError(what, why=_CANNOT_OPEN[0], fix=_CANNOT_OPEN[1].replace("FILE", str(self.path))) from error
 
-def explain(error: Exception, path: Path) -> LedgerError:
+
+def _explain(error: Exception, path: Path) -> LedgerError:
     """Say what an SQLite error means and what to do about it.
 
     Args:
@@ -164,16 +173,13 @@ def explain(error: Exception, path: Path) -> LedgerError:
 
 _RECOVER = 'sqlite3 FILE ".recover" | sqlite3 RECOVERED   # saves what can be read'
 _READ_ONLY = ("the file or its folder is read-only for this process.", "gg.Ledger(path, read_only=True)")
+_CANNOT_OPEN = ("the file or its folder cannot be opened with the rights of this process.", "ls -l FILE")
 _MEANINGS = (
     ("SQLITE_NOTADB", "it is not a ledger: not even an SQLite file.", 'gg.Ledger("run.ledger")   # another path'),
     ("SQLITE_CORRUPT", "the file is damaged.", _RECOVER),
     ("SQLITE_FULL", "there is no room left for it.", "make room on the disk, or choose a path on another one"),
     ("SQLITE_READONLY", *_READ_ONLY),
-    (
-        "SQLITE_CANTOPEN",
-        "the file or its folder cannot be opened with the rights of this process.",
-        "ls -l FILE   # and choose a path that can be written",
-    ),
+    ("SQLITE_CANTOPEN", *_CANNOT_OPEN),
     ("SQLITE_BUSY", "another process holds it for longer than this one waits.", "try again, or give each rank a file"),
     ("SQLITE_INTERRUPT", "it took longer than it may, or than a sound file of this size needs.", _RECOVER),
     ("SQLITE_IOERR", "the disk failed.", "look at the disk; network file systems are not safe for SQLite"),
@@ -185,7 +191,14 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, UnicodeDecodeError, MemoryError) as error:
-        raise explain(error, path) from error
+        raise _explain(error, path) from error
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -261,7 +274,7 @@ def _connection(path: Path, how: str, meter: _Meter) -> sqlite3.Connection:
             check_same_thread=False,
         )
     except sqlite3.Error as error:
-        raise explain(error, path) from error
+        raise _explain(error, path) from error
     connection.set_progress_handler(meter, STEPS)
     # Nothing in a file from someone else may run functions, and its pages are looked at twice.
     connection.execute("PRAGMA trusted_schema = OFF")

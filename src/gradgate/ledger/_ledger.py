@@ -173,8 +173,10 @@ class Ledger(Questions):
         Raises:
             LedgerError: The file cannot be written.
         """
-        with self._file.writing() as connection:
-            write_decisions(connection, [decide(kind, as_text(sample), self.run, epoch) for sample in sample_ids])
+        decisions = [decide(kind, as_text(sample), self.run, epoch) for sample in sample_ids]
+        if decisions:
+            with self._file.writing() as connection:
+                write_decisions(connection, decisions)
 
     def merge(self, other: Ledger | str | os.PathLike[str]) -> int:
         """Copy everything from another ledger that this one does not have; doing it again changes nothing.

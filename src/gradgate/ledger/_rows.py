@@ -10,10 +10,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
 from gradgate.errors import LedgerError
-from gradgate.records import Incident, Stage
+from gradgate.records import Incident
 
 __all__ = [
     "COLUMNS",
@@ -89,8 +89,6 @@ def from_row(row: Sequence[Any]) -> Incident:
     """
     values = dict(zip(COLUMNS, row, strict=True))
     check_kinds(values, _KINDS, "an incident")
-    if values["stage"] not in get_args(Stage):
-        raise _damaged(f"`stage` of an incident is {values['stage']!r:.60}")
     for name in ("loss", "grad_norm"):
         if isinstance(values[name], str) and values[name] != "nan":
             raise _damaged(f"`{name}` of an incident is {values[name]!r:.60}")

@@ -89,7 +89,7 @@ class Writer:
                 self._forget_payloads()
                 if not self._failed:
                     self._failed = True
-                    self._warn("incidents are kept in memory and written when it can be", error)
+                    self._warn("Incidents are kept in memory and written when it can be", error)
 
     def flush(self) -> None:
         """Write what is kept in memory.
@@ -139,7 +139,8 @@ class Writer:
                 self._waiting[position] = Entry(with_details(entry.incident, not_stored=note))
 
     def _warn(self, consequence: str, error: LedgerError) -> None:
-        warnings.warn(f"{error.what} {consequence[0].upper()}{consequence[1:]}.\n{_rest(error)}", LedgerWarning, 5)
+        text = f"{error.what} {consequence}.\nWhy: {error.why}\nFix: {error.fix}"
+        warnings.warn(text, LedgerWarning, stacklevel=5)
 
 
 def with_details(incident: Incident, **more: object) -> Incident:
@@ -166,9 +167,10 @@ def write_entries(connection: sqlite3.Connection, entries: Iterable[Entry]) -> i
         How many were new.
     """
     entries = list(entries)
+    states = {id(entry.snapshot): entry.snapshot for entry in entries if entry.snapshot is not None}
+    digests = {key: sha256(state).hexdigest() for key, state in states.items()}
     before = connection.total_changes
-    digests = {id(entry): sha256(entry.snapshot).hexdigest() for entry in entries if entry.snapshot is not None}
-    connection.executemany(INSERT, [(*to_row(entry.incident), digests.get(id(entry))) for entry in entries])
+    connection.executemany(INSERT, [(*to_row(one.incident), digests.get(id(one.snapshot))) for one in entries])
     written = connection.total_changes - before
     connection.executemany(
         "INSERT OR IGNORE INTO payload (incident, data) VALUES (?, ?)",
@@ -176,10 +178,6 @@ def write_entries(connection: sqlite3.Connection, entries: Iterable[Entry]) -> i
     )
     connection.executemany(
         "INSERT OR IGNORE INTO snapshot (digest, data) VALUES (?, ?)",
-        {digests[id(entry)]: entry.snapshot for entry in entries if entry.snapshot is not None}.items(),
+        [(digests[key], state) for key, state in states.items()],
     )
     return written
-
-
-def _rest(error: LedgerError) -> str:
-    return f"Why: {error.why}\nFix: {error.fix}"
