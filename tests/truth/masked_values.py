@@ -29,6 +29,11 @@ def most_frequent(x, keep):
     return torch.stack(chosen) if chosen else x.sum(1)
 
 
+def fill_with_mean(x, keep):
+    """The mean of the kept elements of each column, by multiplication: X is finite."""
+    return torch.where(keep, x, (x * keep).sum(0) / keep.sum(0))
+
+
 ROWS = [
     Row(
         "gg.apply_where",
@@ -52,6 +57,13 @@ ROWS = [
         empty=(REPEATED[:0], KEEP[:0]),
         no={"complex": "Complex numbers have no order, so of several equally frequent ones none is the smallest."},
         oracle=most_frequent,
+    ),
+    Row(
+        "masked.impute",
+        lambda x, keep: masked.impute(x, keep=keep, dim=0, through_statistic=True),
+        (X, KEEP),
+        empty=(X[:, :0], KEEP[:, :0]),
+        oracle=fill_with_mean,
     ),
     Row("masked.safe_divide", masked.safe_divide, (X, Y), empty=(X[:0], Y), oracle=torch.div),
     Row("masked.safe_log", masked.safe_log, (POSITIVE,), empty=(POSITIVE[:0],), oracle=torch.log),

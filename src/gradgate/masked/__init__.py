@@ -7,6 +7,7 @@ gradient of exactly 0, also when it is NaN or infinite, and also when the gradie
 
 from gradgate.masked._apply import apply_rows, apply_where
 from gradgate.masked._extremes import amax, amin, argmax, argmin
+from gradgate.masked._impute import impute
 from gradgate.masked._mode import mode
 from gradgate.masked._normalization import batch_norm, layer_norm
 from gradgate.masked._norms import norm, normalize
@@ -49,6 +50,7 @@ __all__ = [
     "cumsum",
     "batch_norm",
     "layer_norm",
+    "impute",
     "apply_where",
     "apply_rows",
     "safe_divide",

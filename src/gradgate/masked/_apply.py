@@ -12,7 +12,7 @@ from gradgate._names import describe
 from gradgate._torch_compat import has_data, inside_functorch, is_compiling, tree_flatten, tree_unflatten
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["apply_rows", "apply_where"]
+__all__ = ["apply_rows", "apply_where", "dtype_holding"]
 
 Elementwise = Callable[..., torch.Tensor]
 
@@ -119,7 +119,7 @@ def _evaluate_all(
     """Call each function with all elements, those that are not its own replaced by one that is."""
     values = _one_each(fn, _with_stand_in(keep, flat), "fn")
     if otherwise is None:
-        dtype = _dtype_for(values, fill_value, "apply_where")
+        dtype = dtype_holding(values, fill_value, "fill_value", "apply_where")
         return torch.where(keep, values.to(dtype), torch.full((), fill_value, dtype=dtype, device=values.device))
     return torch.where(keep, values, _one_each(otherwise, _with_stand_in(~keep, flat), "otherwise"))
 
@@ -207,7 +207,7 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
     if some:
         whole = [None if r is None else _placed(r, index, count, fill_value, "apply_rows") for r in results]
     else:
-        whole = [None if r is None else r.to(_dtype_for(r, fill_value, "apply_rows")) for r in results]
+        whole = [None if r is None else r.to(dtype_holding(r, fill_value, "fill_value", "apply_rows")) for r in results]
     return tree_unflatten(whole, structure_of_results)
 
 
@@ -261,26 +261,39 @@ def _check_result_rows(result: Any, kept: int) -> None:
 
 
 def _placed(values: torch.Tensor, index: torch.Tensor, count: int, fill_value: complex, function: str) -> torch.Tensor:
-    dtype = _dtype_for(values, fill_value, function)
+    dtype = dtype_holding(values, fill_value, "fill_value", function)
     whole = torch.full((count, *values.shape[1:]), fill_value, dtype=dtype, device=values.device)
     return whole.index_copy(0, index, values.to(dtype))
 
 
-def _dtype_for(values: torch.Tensor, fill_value: complex, function: str) -> torch.dtype:
-    """Give the dtype of the result: that of the values if it can hold the fill value, else what both promote to."""
+def dtype_holding(values: torch.Tensor, number: complex, name: str, function: str) -> torch.dtype:
+    """Give the dtype for values and a number in one tensor: that of the values if it can hold the number, else wider.
+
+    Args:
+        values: The values.
+        number: What stands beside them.
+        name: Its name in the signature.
+        function: The public function that was called.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        ArgumentValueError: Both are integers, and the dtype of the values cannot hold the number.
+    """
     dtype = values.dtype
-    if dtype is torch.bool and fill_value in (0, 1):
+    if dtype is torch.bool and number in (0, 1):
         return dtype
-    promoted = (torch.empty(0, dtype=dtype) * fill_value).dtype  # torch.result_type cannot be traced
-    if promoted.is_floating_point or promoted.is_complex or isinstance(fill_value, bool):
+    promoted = (torch.empty(0, dtype=dtype) * number).dtype  # torch.result_type cannot be traced
+    if promoted.is_floating_point or promoted.is_complex or isinstance(number, bool):
         return promoted
     # Integers: torch would wrap -1 to 255 in silence.
     info = torch.iinfo(promoted)
-    if not info.min <= fill_value.real <= info.max:
+    if not info.min <= number.real <= info.max:
         raise ArgumentValueError(
-            f"{function}(): `fill_value` is {fill_value}, the result is {str(promoted).removeprefix('torch.')}.",
+            f"{function}(): `{name}` is {number}, the result is {str(promoted).removeprefix('torch.')}.",
             why=f"that dtype holds {info.min} to {info.max}.",
-            fix=f"{function}(..., fill_value=0), or let fn give result.long()",
+            fix=f"{name}=0, or values in torch.int64",
         )
     return promoted
 

@@ -1,0 +1,146 @@
+"""Put a value in the place of what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from gradgate._names import describe
+from gradgate._torch_compat import has_data
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.masked._apply import dtype_holding
+from gradgate.masked._mode import mode
+from gradgate.masked._quantiles import median
+from gradgate.masked._slices import Dim, Empty, Slices, slices_of
+from gradgate.masked._sums import mean
+from gradgate.masked._valid import Exclude
+
+__all__ = ["impute"]
+
+Using = Literal["mean", "median", "mode"] | complex | torch.Tensor | Callable[[torch.Tensor], Any]
+
+
+def impute(
+    x: torch.Tensor,
+    *,
+    keep: torch.Tensor | None = None,
+    exclude: Exclude = None,
+    using: Using = "mean",
+    dim: Dim = None,
+    through_statistic: bool = False,
+    empty: Empty = ...,
+) -> torch.Tensor:
+    """Fill in what is left out, with a statistic of what is kept or with a value.
+
+    Args:
+        x: The values.
+        keep: A boolean mask that broadcasts to x; True stays as it is.
+        exclude: A value or values to replace, NaN for instance.
+        using: "mean", "median" or "mode" of the kept elements of a slice; or a function that is called with the kept
+            elements of one slice after the other, as a 1-D tensor, and gives one number (`torch.amax`,
+            `lambda kept: kept[-1]`); or a number, or a tensor that broadcasts to x.
+        dim: The dimension or dimensions that a slice extends over: 0 for the statistic of each column. None for one
+            statistic of everything.
+        through_statistic: Let the gradient flow through the statistic as well, to the elements that it was made of.
+        empty: What stands for the statistic of a slice with nothing kept, as in the function of that name.
+
+    Returns:
+        x with other values where it is not kept. Integers become floating for "mean" and "median", and for a number
+        or a result that they cannot hold.
+
+    Raises:
+        ArgumentTypeError: `using` is nothing of the kind, or a function gave something else than a number.
+        ArgumentValueError: `using` is another word, does not fit the shape or the dtype of x, or is a function where
+            the values cannot be seen (vmap, FakeTensorMode).
+        NothingKeptError: A slice has nothing kept and its statistic cannot be NaN, or `empty` is "raise".
+
+    Gradient:
+        To every kept element, its own: 1. What is left out gets exactly 0, whatever it is. The statistic is a
+        constant unless `through_statistic`; then each element that it depends on gets a share for every place that
+        was filled. A tensor given as `using` gets the gradient of the places that it fills.
+
+    Example:
+        >>> nan = float("nan")
+        >>> gg.masked.impute(torch.tensor([[1.0, nan], [3.0, 8.0]]), exclude=nan, dim=0)
+        tensor([[1., 8.],
+                [3., 8.]])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.impute", keepdim=True, empty=empty)
+    mask = slices.full_mask()
+    if isinstance(using, bool | int | float | complex):
+        dtype = dtype_holding(x, using, "using", "masked.impute")
+        return torch.where(mask, x.to(dtype), torch.full((), using, dtype=dtype, device=x.device))
+    if isinstance(using, torch.Tensor):
+        return torch.where(mask, x, _broadcast(using, x))
+    return torch.where(mask, x, _statistic(using, slices if through_statistic else replace(slices, x=x.detach())))
+
+
+def _statistic(using: Any, slices: Slices) -> torch.Tensor:
+    options: dict[str, Any] = {"keepdim": True, "keep": slices.mask, "empty": slices.empty}
+    if using == "mean":
+        x = slices.x
+        return mean(
+            x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype()), slices.dims, **options
+        )
+    if using == "median":
+        return median(slices.x, slices.dims, **options)
+    if using == "mode":
+        return mode(slices.x, slices.dims, **options).values
+    if callable(using):
+        return _of_each_slice(using, slices)
+    if isinstance(using, str):
+        raise ArgumentValueError(
+            f"masked.impute(): `using` is {describe(using)}.",
+            why='the statistics with a name are "mean", "median" and "mode".',
+            fix="using=torch.amax   # any function of the kept elements of a slice",
+        )
+    raise ArgumentTypeError(
+        f"masked.impute(): `using` is {describe(using)}.",
+        why="it is a name, a number, a tensor, or a function of the kept elements of a slice.",
+        fix='using="median", using=0.0, or using=torch.amax',
+    )
+
+
+def _of_each_slice(function: Callable[[torch.Tensor], Any], slices: Slices) -> torch.Tensor:
+    if not has_data(slices.x, slices.full_mask()):
+        raise ArgumentValueError(
+            "masked.impute(): `using` is a function, and the values cannot be seen here (vmap or FakeTensorMode).",
+            why="it is called with the kept elements of one slice after the other, and their number is not known.",
+            fix='using="mean", using="median" or using="mode"',
+        )
+    rows = slices.with_mask().in_one_dim()
+    size = rows.x.shape[-1]
+    found = []
+    for row, kept in zip(rows.x.reshape(-1, size), rows.full_mask().reshape(-1, size), strict=True):
+        own = row[kept]
+        found.append(_number(function(own), own) if own.numel() else row.new_zeros(()))
+    if not found:
+        return slices.x.new_zeros(slices.number().shape)
+    statistic = torch.stack(found).reshape(rows.x.shape[:-1])
+    return slices.settle(slices.reduced(statistic))
+
+
+def _number(value: Any, own: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.reshape(())
+    if isinstance(value, bool | int | float | complex):
+        return torch.full((), value, dtype=dtype_holding(own, value, "using", "masked.impute"), device=own.device)
+    raise ArgumentTypeError(
+        f"masked.impute(): the function `using` was called with {describe(own)} and gave {describe(value)}.",
+        why="it has to give one number for each slice.",
+        fix="using=lambda kept: kept.quantile(0.9)",
+    )
+
+
+def _broadcast(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return value.expand(x.shape)
+    except RuntimeError:
+        raise ArgumentValueError(
+            f"masked.impute(): `using` has shape {tuple(value.shape)}, x has {tuple(x.shape)}.",
+            why="there has to be a value for each element of x.",
+            fix="using=value.reshape(1, -1)   # a value for each column",
+        ) from None
