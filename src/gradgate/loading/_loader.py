@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, TooManyBadSamples
@@ -91,8 +92,10 @@ class ResilientLoader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         self._epoch += 1
-        batches = iter(self._inner)  # at once, as in torch: the workers start, and the seed is drawn
-        return self._epoch_of(batches, self._refilling.requests if self._refilling else None)
+        # At once, as in torch: the workers start, and their seed is drawn.
+        if self._refilling is None:
+            return self._epoch_of(iter(self._inner), None)
+        return self._epoch_of(*self._refilling.begin(self._inner))
 
     def _epoch_of(self, batches: Iterator[tuple[Any, Report]], requests: Requests | None) -> Iterator[Batch]:
         tally = _Tally(self._patience)
@@ -103,12 +106,14 @@ class ResilientLoader(Generic[Batch]):
                     self._last = report.kept
                     step += 1
                     yield batch
-            if requests is None or not requests.more():
+            if self._refilling is None or requests is None or not requests.more():
                 break
-            # The loader came to its end before we knew that there is something to ask for again.
-            assert self._refilling is not None
-            self._refilling.requests, self._refilling.resumed = requests, True
-            batches = iter(self._inner)
+            # The loader came to its end before we knew that there is something to ask for again. Starting it draws a
+            # seed; it is put back, so that later epochs have the order that they would have had.
+            generator = self._loader.generator or torch.default_generator
+            state = generator.get_state()
+            batches, _ = self._refilling.begin(self._inner, requests)
+            generator.set_state(state)
         tally.close()
 
     def _is_ready(self, report: Report, requests: Requests | None, tally: _Tally, step: int) -> bool:
@@ -218,7 +223,7 @@ def _check(loader: DataLoader[Any], refill: bool) -> None:
             why="a batch is filled up with the samples after it, so there must be an order.",
             fix="gg.resilient(loader, refill=False)",
         )
-    if type(loader.dataset).__name__ and hasattr(loader.dataset, "register_datapipe_as_function"):
+    if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         raise ArgumentTypeError(
             f"resilient(): the dataset is {describe(loader.dataset)}, a data pipe.",
             why="torch gives its random seeds to data pipes only, not to what is around them.",

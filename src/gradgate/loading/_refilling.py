@@ -134,13 +134,21 @@ class Refilling(Sampler[list[Any]]):
     def __init__(self, batches: Any) -> None:
         self._batches = batches
         self.requests: Requests | None = None
-        self.resumed = False
+        self._resume = False
+
+    def begin(self, loader: Iterable[Any], requests: Requests | None = None) -> tuple[Iterator[Any], Requests]:
+        """Iterate over the loader that has this sampler, for a new epoch or for the rest of one."""
+        self.requests, self._resume = requests, requests is not None
+        try:
+            batches = iter(loader)  # torch may ask the sampler more than once for an iterator
+        finally:
+            self._resume = False
+        assert self.requests is not None
+        return batches, self.requests
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Begin an epoch, or go on with the one that is not finished."""
-        if not self.resumed or self.requests is None:
+        if not self._resume or self.requests is None:
             self.requests = self._new()
-        self.resumed = False
         return self.requests
 
     def __len__(self) -> int:
