@@ -195,6 +195,15 @@ def test_a_run_says_what_ran(tmp_path):
     assert before <= run.started <= run.ended <= time.time()
 
 
+def test_a_run_that_only_incidents_name_is_written_down_too(tmp_path):
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record_many([incident(run="day"), incident(run="night")])
+    assert [(run.name, run.incidents, run.ended is not None) for run in ledger.runs()] == [
+        ("day", 1, True),
+        ("night", 1, True),
+    ]
+
+
 def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Ledger("run.ledger", run="night") as ledger:

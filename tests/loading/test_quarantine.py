@@ -75,6 +75,15 @@ def test_names_of_the_samples(ledger, ids):
     assert kept.sample_id(0) == "img_1.png"
 
 
+def test_twice_without_is_without_both(ledger, tmp_path):
+    """The second ledger speaks of the same names as the first, not of places in what the first left over."""
+    with Ledger(tmp_path / "other.ledger") as other:
+        other.record_many(bad(2))
+        kept = gg.without(gg.without(list(LETTERS), ledger), other)
+    assert list(kept) == list("adfgh")
+    assert kept.sample_id(1) == "3"
+
+
 def test_only_what_failed_often_enough_for_the_cause(ledger):
     ledger.record_many(bad(4))
     assert list(gg.without(list(LETTERS), ledger, min_count=2)) == list("abcdfgh")

@@ -54,7 +54,7 @@ class Writer:
         self.run = run
         self._waiting: list[Entry] = []
         self._failed = False
-        self._announced = False
+        self._runs: set[str] = set()  # Those that this process has written down.
         self._process = os.getpid()
 
     @property
@@ -72,7 +72,7 @@ class Writer:
         """
         with self.file.writing() as connection:
             write_run(connection, self.run)
-        self._announced = True
+        self._runs.add(self.run.name)
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Write incidents, or keep them; warn when an outage begins.
@@ -103,11 +103,13 @@ class Writer:
             if not entries:
                 return
             with self.file.writing(PATIENCE_AFTER_FAILURE if self._failed else PATIENCE) as connection:
-                write_run(connection, self.run)
+                runs = {entry.incident.run or self.run.name for entry in entries}
+                for name in runs:  # An incident may say itself which run it is of.
+                    write_run(connection, replace(self.run, name=name))
                 write_entries(connection, entries)
             del self._waiting[: len(entries)]  # Not all: a signal handler may have added some meanwhile.
             self._failed = False
-            self._announced = True
+            self._runs |= runs
 
     def close(self) -> None:
         """Write what is left and the end of the run, and close the file; warn if something is lost."""
@@ -115,9 +117,10 @@ class Writer:
             self._notice_fork()
             try:
                 self.flush()
-                if self._announced:
+                if self._runs:
                     with self.file.writing(PATIENCE_AFTER_FAILURE) as connection:
-                        finish_run(connection, self.run.name, time.time())
+                        for name in self._runs:
+                            finish_run(connection, name, time.time())
             except LedgerError as error:
                 if self._waiting:
                     count = len(self._waiting)
@@ -128,7 +131,8 @@ class Writer:
         if self._process != os.getpid():  # What waits here was copied; the parent writes it.
             self._process = os.getpid()
             self._waiting.clear()
-            self._announced = self._failed = False
+            self._runs.clear()
+            self._failed = False
 
     def _forget_payloads(self) -> None:
         total = 0

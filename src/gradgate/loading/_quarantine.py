@@ -59,8 +59,8 @@ def without(
     Args:
         dataset: The dataset, with `__len__` and `__getitem__`.
         ledger: The ledger, or its path.
-        ids: What the samples are called in the ledger: names by index, or a function of the index; the index itself
-            if None.
+        ids: What the samples are called in the ledger: names by index, or a function of the index; if None, what the
+            dataset's own `sample_id(index)` says, or the index itself.
         min_count: How many incidents make a sample bad.
         cause: Count only incidents of this cause.
 
@@ -86,8 +86,9 @@ def without(
             fix="bad = ledger.bad_ids(); (sample for sample in dataset if name_of(sample) not in bad)",
         )
     _check_names(ids, len(dataset))
+    names = getattr(dataset, "sample_id", None) if ids is None else ids
     bad = _bad(ledger, min_count, cause)
-    return _Without(dataset, [index for index in range(len(dataset)) if _name(ids, index) not in bad], ids)
+    return _Without(dataset, [index for index in range(len(dataset)) if _name(names, index) not in bad], names)
 
 
 class QuarantineSampler(Sampler[Any]):
