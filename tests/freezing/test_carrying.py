@@ -189,6 +189,17 @@ def test_a_state_without_the_mask_is_detected():
         model.load_state_dict(nn.Sequential(nn.Linear(3, 4)).state_dict())
 
 
+def test_several_pins_of_one_parameter_are_saved_as_one():
+    model = nn.Linear(3, 4)
+    for row in (0, 1):
+        pin = gg.pin(model.weight, rows=[row])
+        pin.save_in(model)
+        pin.save_in(model)
+    state = model.state_dict()
+    assert state["weight_frozen"].sum() == 6
+    model.load_state_dict(state)
+
+
 def test_the_saving_of_the_mask_goes_along():
     model = nn.Sequential(nn.Linear(3, 4))
     gg.pin(model[0].weight, rows=[0]).save_in(model)

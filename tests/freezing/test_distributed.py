@@ -78,6 +78,8 @@ def pinned_around_the_wrap(rank):
         trained(wrapped, rank)
         pin.verify()
         assert not torch.equal(model[0].weight[1], before[1])
+        gg.freezing.thaw(model)
+        assert not pin.active
 
 
 def values_of_the_first_process_are_taken(rank):

@@ -153,6 +153,16 @@ def test_a_handle_whose_parameters_were_thawed_by_force_knows_it(net):
     pin.release()
 
 
+def test_what_was_thawed_by_force_may_move_and_the_rest_is_still_proved(net):
+    handle = gg.freeze(net, "encoder.*")
+    gg.freezing.thaw(net, "encoder.0.*")
+    net.encoder[0].weight.data += 1
+    handle.verify()
+    net.encoder[2].weight.data += 1
+    with pytest.raises(FrozenMovedError, match=r"encoder\.2\.weight"):
+        handle.verify()
+
+
 def test_nothing_to_freeze_is_a_handle_all_the_same(net):
     handle = gg.train_only(net, "*")
     assert handle.names == ()

@@ -24,7 +24,13 @@ _NONE: dict[str, Any] = {}
 
 
 class Watcher:
-    """What wants to be asked around an optimizer's step. It must not refer to its parameter."""
+    """What wants to be asked around an optimizer's step. It must not refer to its parameter.
+
+    Attributes:
+        late: Whether it acts after a step only when all others have.
+    """
+
+    late = False
 
     def awake(self, parameter: torch.Tensor) -> None:
         """Begin, on a parameter that has just been given this watcher or has just been copied or unpickled."""

@@ -106,6 +106,10 @@ class Pin:
         for module in bare(model, "save_in").modules():
             for name, candidate in module.named_parameters(recurse=False):
                 if candidate is self.parameter:
+                    saved = module.__dict__.setdefault("_gradgate_saved_masks", set())
+                    if name in saved:
+                        return
+                    saved.add(name)
                     module.register_state_dict_post_hook(partial(_save_mask, name))  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_pre_hook(partial(_compare_mask, name))  # type: ignore[no-untyped-call]
                     return

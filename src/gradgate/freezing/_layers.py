@@ -80,8 +80,11 @@ class FreezeHandle:
     @property
     def active(self) -> bool:
         """Whether it still holds anything; `gg.freezing.thaw` may have freed all of it."""
-        holds = [hold_of(parameter) for parameter in self._parameters.values()]
-        return not self._thawed and (not holds or any(hold and self._token in hold.freezes for hold in holds))
+        return not self._thawed and (not self.names or any(map(self._holds, self._parameters.values())))
+
+    def _holds(self, parameter: torch.Tensor) -> bool:
+        hold = hold_of(parameter)
+        return hold is not None and self._token in hold.freezes
 
     def thaw(self) -> None:
         """Let go: what no other handle holds learns again, as it did before. A second call does nothing.
@@ -124,7 +127,9 @@ class FreezeHandle:
     def _frozen(self) -> dict[str, torch.Tensor]:
         """Give what must not move, as the model has it now: a parameter that was exchanged shows here."""
         now = named_parameters(self.model)
-        found: dict[str, torch.Tensor] = {name: now.get(name, old) for name, old in self._parameters.items()}
+        found: dict[str, torch.Tensor] = {
+            name: now.get(name, old) for name, old in self._parameters.items() if self._holds(old)
+        }
         for name, module in self._modules.items():
             buffers = dict(module.named_buffers(recurse=False))
             found |= {f"{name}.{buffer}".lstrip("."): buffers[buffer] for buffer in statistics_of(module)}
@@ -203,8 +208,8 @@ def train_only(model: nn.Module, *what: Selector, statistics: bool = True) -> Fr
         The handle of the frozen rest.
 
     Raises:
-        NothingMatchedError: A selector matches nothing, or there is none.
-        ArgumentValueError: A module or parameter of another model was given.
+        NothingMatchedError: A selector matches nothing.
+        ArgumentValueError: There is no selector, or a module or parameter of another model was given.
         ArgumentTypeError: `model` is no module, or a selector is of a kind that selects nothing.
 
     Example:
@@ -214,22 +219,17 @@ def train_only(model: nn.Module, *what: Selector, statistics: bool = True) -> Fr
     """
     _check_flag(statistics, "train_only")
     inner = bare(model, "train_only")
-    learning = names_learning(inner, what, "train_only")
-    names = [name for name in named_parameters(inner) if name not in learning]
-    label = f"train_only({', '.join(wording(selector) for selector in what)})"
-    return freeze_named(inner, names, label, statistics=statistics)
-
-
-def names_learning(model: nn.Module, what: tuple[Selector, ...], function: str) -> set[str]:
-    """Give the names that a list of what trains means; there must be something on the list."""
+    known = named_parameters(inner)
     if not what:
-        from_all = named_parameters(model)
         raise ArgumentValueError(
-            f"{function}(): nothing is named that should learn.",
-            why=f"all of {listed(list(from_all))} would be frozen.",
+            "train_only(): nothing is named that should learn.",
+            why=f"all of {listed(list(known))} would be frozen.",
             fix="gg.freeze(model)   # if that is meant",
         )
-    return set(select(model, what, function))
+    learning = set(select(inner, what, "train_only"))
+    names = [name for name in known if name not in learning]
+    label = f"train_only({', '.join(wording(selector) for selector in what)})"
+    return freeze_named(inner, names, label, statistics=statistics)
 
 
 def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: bool) -> FreezeHandle:
@@ -320,7 +320,7 @@ def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) 
         hold = hold_of(parameter)
         if hold is None or hold.synchronised or not hold.learned or id(parameter) not in known_to_ddp:
             continue
-        if token is None or set(hold.freezes) == {token}:
+        if set(hold.freezes) == {token} or (token is None and set(hold.freezes) - {ROWS_TOKEN}):
             raise ArgumentValueError(
                 f"thaw(): `{name}` was frozen when DistributedDataParallel was built.",
                 why="DDP would not synchronise its gradient, and the processes would drift apart in silence.",

@@ -248,7 +248,7 @@ def _overlay_embedding(
     module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
 ) -> torch.Tensor:
     slots = module.get_buffer("row_slots")
-    small = module.get_parameter("weight" + _SUFFIX)
+    small: torch.Tensor = getattr(module, "weight" + _SUFFIX)  # under functional_call it is no Parameter
     here = slots[args[0] if args else kwargs["input"]]
     if module.padding_idx is not None:  # the padding's row gets no gradient, learning or not
         here = here.masked_fill(here == slots[module.padding_idx], -1)
@@ -258,7 +258,7 @@ def _overlay_embedding(
         # A sparse gradient must name the rows that were met and no other, so only these are looked up.
         places = (here.flatten() >= 0).nonzero().squeeze(1)
         found = functional.embedding(here.flatten()[places], small, sparse=True)
-        return output.flatten(0, -2).index_copy(0, places, found).view(output.shape)
+        return output.reshape(here.numel(), module.embedding_dim).index_copy(0, places, found).view(output.shape)
     found = functional.embedding(here.clamp(min=0), small)
     return torch.where((here >= 0).unsqueeze(-1), found, output)
 
@@ -266,8 +266,7 @@ def _overlay_embedding(
 def _overlay_linear(
     module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
 ) -> torch.Tensor:
-    bias = module.get_parameter("bias" + _SUFFIX) if module.bias is not None else None  # type: ignore[redundant-expr]
-    small = module.get_parameter("weight" + _SUFFIX)
+    small, bias = getattr(module, "weight" + _SUFFIX), getattr(module, "bias" + _SUFFIX, None)
     found = functional.linear(args[0] if args else kwargs["input"], small, bias)
     return output.index_copy(-1, module.get_buffer("row_numbers"), found)
 
@@ -300,7 +299,9 @@ def _before_loading(names: tuple[str, ...], module: nn.Module, state: dict[str, 
 
 
 class _Mirror(Watcher):
-    """Watches the small parameter: after each step its rows are copied into the table."""
+    """Watches the small parameter: after each step its rows are copied into the table, when that has been put right."""
+
+    late = True
 
     def __init__(self, table: nn.Parameter, rows: torch.Tensor) -> None:
         self.table, self.rows = table, rows

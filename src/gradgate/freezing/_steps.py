@@ -67,7 +67,7 @@ def _before_step(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for parameter, watcher in _held(optimizer):
+    for parameter, watcher in sorted(_held(optimizer), key=lambda pair: pair[1].late):
         watcher.after_step(parameter)
 
 
