@@ -222,6 +222,20 @@ def test_merge_gives_the_plain_parameter_back():
     gg.train_rows(model.embed, rows=[3]).merge()
 
 
+def test_after_merge_the_same_optimizer_trains_the_whole_table():
+    table = nn.Embedding(4, 2)
+    training = gg.train_rows(table, rows=[1])
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)  # has the table and the rows
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    training.merge()
+    before = table.weight.detach().clone()
+    optimizer.zero_grad()
+    table(torch.arange(4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(table.weight, before - 1)
+
+
 def test_copies_and_pickles_go_on():
     model = Language(bias=True)
     training = gg.train_rows(model.embed, rows=[2])

@@ -105,9 +105,11 @@ class RowTraining:
             for hook in self._hooks:
                 hook.remove()
             for module, name in self._tables:
-                table = module.get_parameter(name)
+                table, small = module.get_parameter(name), module.get_parameter(name + _SUFFIX)
                 _write_rows(module, name)
                 delattr(module, name + _SUFFIX)
+                if "mirror" in watchers_of(small):  # an optimizer that goes on stepping must not write old rows
+                    detach(small, "mirror")
                 if (hold := hold_of(table)) is not None:
                     hold.thaw(table, ROWS_TOKEN)
                 if "table" in watchers_of(table):
