@@ -110,13 +110,13 @@ class BatchReader:
             )
         if ids is not None and len(ids) in possible:
             return len(ids)
-        if possible:
+        if possible and not _only_by_length(batch, self.batch_dim):
             return possible[0]
         seen = [f"{path}: {size}" for path, size in _leaf_sizes(batch, self.batch_dim, "batch")]
         raise ArgumentValueError(
             f"Guard.step(): the parts of the batch do not agree on the number of samples ({listed(seen, 8)}).",
             why="a part that is not per sample (class weights, a flat list of tokens) cannot be told from one that is.",
-            fix=SELECT_FIX,
+            fix=f"guard.step(batch, loss_fn, ids=...)   # for a list with one tensor for each sample; else\n     {SELECT_FIX}",
         )
 
 
@@ -266,6 +266,14 @@ def _common(parts: Iterable[Any], batch_dim: int) -> list[int] | None:
         if sizes is not None:
             common = sizes if common is None else [size for size in common if size in sizes]
     return common
+
+
+def _only_by_length(tree: Any, batch_dim: int) -> bool:
+    """Tell whether a list of tensors is a batch only if each of them is a sample: more likely, they do not fit."""
+    if not isinstance(tree, list | tuple) or _is_record(tree):
+        return False
+    tensors = any(isinstance(part, torch.Tensor) or is_array(part) for part in tree)
+    return tensors and _common(tree, batch_dim) == []
 
 
 def _leaf_sizes(tree: Any, batch_dim: int, path: str) -> list[tuple[str, int]]:

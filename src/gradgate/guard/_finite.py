@@ -63,7 +63,7 @@ def _any_non_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """List the floating-point tensors in the arguments or the output of a module."""
+    """List the dense floating-point tensors in the arguments or the output of a module."""
     leaves: list[Any]
     if isinstance(tree, torch.Tensor):
         leaves = [tree]
@@ -72,7 +72,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     else:
         leaves = tree_flatten(tree)[0]
     return [
-        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+        and leaf.layout is torch.strided
+        and (leaf.is_floating_point() or leaf.is_complex())
     ]
 
 

@@ -256,6 +256,8 @@ class _Localiser:
     def _blame(self, search: Search, method: str, sightings: list[Sighting] | None = None) -> None:
         self.found.everyone = search.everyone
         for rows in search.groups:
+            if len(rows) > max(2, self.scenes.size // 2):
+                continue  # most of the batch together: that is its size, not its samples
             fault = next((self.scenes.faults[row] for row in rows if row in self.scenes.faults), self.fault)
             if not fault.same_as(self.fault):
                 fault = self.fault

@@ -119,7 +119,7 @@ class Recovery:
                 new = _dropped(found, result.kept)
                 kept = [row for row in result.kept if row not in {drop.row for drop in new}]
                 if len(kept) < self.min_kept:
-                    return self._give_up(result, new, kept)
+                    return self._give_up(result, new, kept, fault)
                 outcome = self._try(kept)
             if outcome.fault is not None and not thorough and outcome.fault.same_as(fault):
                 thorough = True  # what was blamed does not explain the fault: look again, at the same rows
@@ -127,7 +127,7 @@ class Recovery:
             thorough = False
             result.kept = kept
             result.dropped += new
-            self.refuse(result.dropped)
+            self._refuse(result, fault)
             if outcome.fault is None:
                 result.outcome = outcome
                 return result
@@ -155,10 +155,16 @@ class Recovery:
         outcome.fault = None
         return outcome
 
-    def _give_up(self, result: Recovered, new: list[Dropped], kept: list[int]) -> Recovered:
+    def _refuse(self, result: Recovered, fault: Fault) -> None:
+        try:
+            self.refuse(result.dropped)
+        except TooManyBadSamples as refused:
+            raise refused from fault.error
+
+    def _give_up(self, result: Recovered, new: list[Dropped], kept: list[int], fault: Fault) -> Recovered:
         """Make no step at all: nobody is left, or fewer than the model can work with."""
         result.dropped += new
-        self.refuse(result.dropped)
+        self._refuse(result, fault)
         self.state.restore()
         result.kept = []
         result.reasons.append(

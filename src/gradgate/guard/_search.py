@@ -2,7 +2,7 @@
 
 A test says of a list of rows whether it passes, fails in the *same* way as the whole batch did, or in some *other*
 way. A sample that fails only when it is alone is not bad, so every group is tested in company: together with an
-*anchor*, a row that has been seen to pass. A batch in which no row passes on its own is tested again at full size
+*anchor*, two rows that have been seen to pass. A batch in which none are found is tested again at full size
 (each group repeated until it is as long as the batch), for models that depend on the size of the batch. If nothing
 passes then either, everybody fails, and the fault is not in the data.
 
@@ -69,6 +69,7 @@ class _Isolation:
         self._rows = rows
         self._test = test
         self._anchor: Group = []
+        self._good: Group = []
         self._full_size = False
         self._search = Search()
 
@@ -83,12 +84,14 @@ class _Isolation:
         return self._search
 
     def _find_anchor(self, screened: int) -> list[Verdict]:
-        """Look for a row that passes on its own, else for a group that passes at full size."""
+        """Look for two rows that pass together, else for one that passes beside itself, else at full size."""
         verdicts = []
-        for row in _spread(self._rows, screened):
-            verdicts.append(self._ask([row, row]))
+        rows = _spread(self._rows, screened)
+        pairs = [list(pair) for pair in zip(rows[::2], rows[1::2], strict=False)] if len(self._rows) > 2 else []
+        for group in [*pairs, *([row] for row in rows)]:
+            verdicts.append(self._ask(group if len(group) > 1 else group * 2))
             if verdicts[-1] is Verdict.PASSES:
-                self._anchor = [row]
+                self._anchor = self._good = group
                 return verdicts
         if len(self._rows) > 2:
             counts = (2, 4, 8) if Verdict.OTHER in verdicts else (2,)
@@ -120,12 +123,14 @@ class _Isolation:
         return [conflict, *(self._split(rest, proven=True) if rest and self._fails(rest) else [])]
 
     def _with_anchor(self, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Blame the anchor too where a row fails only together with it; more than two such rows are not expected."""
+        """Blame of the anchor what rows fail only together with; more than two such cases are not expected."""
         if self._full_size or len(groups) > 2:
             return groups
         for place, group in enumerate(groups):
-            if len(group) == 1 and self._ask([*group, *group]) is Verdict.PASSES:
-                groups[place] = tuple(sorted([*group, *self._anchor]))
+            others = [row for row in self._good if row not in self._anchor] or list(group)
+            if self._ask([*group, *others]) is Verdict.PASSES:
+                guilty = [row for row in self._anchor if self._ask([*group, row]) is Verdict.SAME]
+                groups[place] = tuple(sorted([*group, *(guilty or self._anchor)]))
         return groups
 
     def _conflict(self, background: Group, grown: bool, group: Group) -> Group:
@@ -143,7 +148,10 @@ class _Isolation:
         if not group:
             return False
         company = [*group, *(row for row in self._anchor if row not in group)]
-        return self._ask(self._filled(company) if self._full_size else company) is Verdict.SAME
+        verdict = self._ask(self._filled(company) if self._full_size else company)
+        if verdict is Verdict.PASSES:
+            self._good = group[:2]
+        return verdict is Verdict.SAME
 
     def _filled(self, group: Group) -> Group:
         return list(islice(cycle(group), max(len(self._rows), len(group))))

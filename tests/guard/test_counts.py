@@ -1,0 +1,93 @@
+"""How many forwards a step takes: none more while all is well, O(k log(n / k)) at worst."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gradgate as gg
+
+
+class Counting(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.calls = 0
+
+    def forward(self, *args):
+        self.calls += 1
+        return self.layers(*args)
+
+
+class Refusing(nn.Module):
+    def forward(self, x):
+        if bool((x[:, 0] > 1e4).any()):
+            raise ValueError("too large")
+        return x
+
+
+def counted(*layers):
+    model = Counting(*layers)
+    return model, gg.Guard(model)
+
+
+def test_a_healthy_step_runs_the_model_once():
+    model, guard = counted(nn.Linear(3, 1))
+    for size in (1, 8, 64):
+        model.calls = 0
+        guard.step(torch.randn(size, 3), lambda x: model(x).mean())
+        assert model.calls == 1
+
+
+@pytest.mark.parametrize("bad", [1, 4, 16])
+def test_a_fault_in_a_module_takes_two_forwards(bad):
+    """The one that fails and the one without the bad rows; only the module that raised is searched."""
+    model, guard = counted(Refusing(), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    x = torch.randn(128, 3)
+    x[torch.randperm(128)[:bad], 0] = 1e6
+    assert len(guard.step(x.clone(), lambda x: model(x).mean()).dropped) == bad
+    assert model.calls == 2
+
+
+@pytest.mark.parametrize("bad", [1, 4, 16])
+def test_values_take_three_forwards(bad):
+    model, guard = counted(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    x = torch.randn(128, 3)
+    x[torch.randperm(128)[:bad]] = float("nan")
+    assert len(guard.step(x, lambda x: model(x).square().mean()).dropped) == bad
+    assert model.calls == 3
+
+
+@pytest.mark.parametrize("bad", [1, 4, 16])
+def test_gradients_take_three_forwards(bad):
+    model, guard = counted(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    zero = torch.ones(128)
+    zero[torch.randperm(128)[:bad]] = 0
+    batch = torch.randn(128, 3), zero
+    model(batch[0])
+    model.calls = 0
+    step = guard.step(batch, lambda b: (model(b[0]).square().sum(1) * b[1]).sqrt().mean())
+    assert len(step.dropped) == bad
+    assert model.calls == 3 + bad + 1 or model.calls == 3  # answers from the tape are calls, but run nothing
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("bad", [1, 4, 8])
+def test_the_search_with_the_whole_function_keeps_its_bound(size, bad):
+    """A gradient that is spoilt in the weight alone leaves only this search."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(1e-30)
+    calls = []
+    x, scale = torch.ones(size, 2), torch.ones(size)
+    marked = torch.randperm(size)[:bad]
+    x[marked], scale[marked] = 1e30, 1e20
+
+    def loss_fn(batch):
+        calls.append(len(batch[0]))
+        return (model(batch[0])[:, 0] * batch[1]).mean()
+
+    step = gg.Guard(model).step((x, scale), loss_fn)
+    assert sorted(i.row for i in step.dropped) == sorted(marked.tolist())
+    assert len(calls) <= 2 * bad * (math.log2(size / bad) + 2) + 12
+    assert sum(calls) <= 4 * size + 2 * bad * size  # most probes are small
