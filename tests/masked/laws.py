@@ -115,8 +115,10 @@ def _whole(fn):
     return lambda x, dim: fn(x.flatten(), -1).reshape(x.shape) if dim is None else fn(x, dim)
 
 
-def _norm_law(p, **kw):
-    return Law(f"norm {p}", partial(masked.norm, ord=p), _norm(p), empty=0, plain=_plain_norm(p), complexes=True, **kw)
+def _norm_law(p):
+    """The norm; torch's own of order 0 warns when a complex number is differentiated."""
+    fn = partial(masked.norm, ord=p)
+    return Law(f"norm {p}", fn, _norm(p), empty=0, plain=_plain_norm(p), complexes=p != 0)
 
 
 def _var_law(name, correction):

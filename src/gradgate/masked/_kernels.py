@@ -15,7 +15,7 @@ from gradgate._torch_compat import apply_function, has_data, is_traced
 from gradgate.masked import _blocks, _exponentials
 from gradgate.masked._valid import Number
 
-__all__ = ["counts", "extreme", "fill", "goes_by_blocks", "logsumexp", "may_look", "recorded", "softmax", "squares", "sums"]
+__all__ = ["counts", "extreme", "fill", "logsumexp", "may_look", "recorded", "softmax", "squares", "sums"]
 
 SMALL = 1 << 13  # elements: beneath it, the overhead of a piece is more than what torch.where costs
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -101,14 +101,16 @@ def normalize(
 
 def _norm(slices: Slices, order: float) -> torch.Tensor:
     """Give the norm of each slice, 0 for one with nothing kept."""
-    length: torch.Tensor
     if slices.size == 0:
         slices = slices.with_mask()
-    if order >= 0:
-        length = torch.linalg.vector_norm(slices.filled(0), order, slices.dims, keepdim=slices.keepdim)
-        return length
     if order == -math.inf:
-        return amin(slices.x.abs(), slices.dims, keepdim=slices.keepdim, keep=slices.mask, empty=0.0)
-    # A negative power makes nothing of infinity, as it makes infinity of 0.
-    length = torch.linalg.vector_norm(slices.filled(math.inf), order, slices.dims, keepdim=slices.keepdim)
-    return length if slices.mask is None else torch.where(slices.number() == 0, 0.0, length)
+        return amin(slices.filled(1).abs(), slices.dims, keepdim=slices.keepdim, keep=slices.mask, empty=0.0)
+    filled = slices.filled(0)
+    if order < 0 and slices.mask is not None:
+        # A negative power makes nothing of infinity, as it makes infinity of 0.
+        filled = fill(slices.filled(1).abs(), slices.mask, math.inf)
+    length: torch.Tensor = torch.linalg.vector_norm(filled, order, slices.dims, keepdim=slices.keepdim)
+    if order < 0:
+        return length if slices.mask is None else torch.where(slices.number() == 0, 0.0, length)
+    # torch's own gradient is 0 here, but not its second one.
+    return torch.where(length == 0, 0.0, length)

@@ -125,7 +125,8 @@ def _quantile(slices: Slices, q: float | Sequence[float] | torch.Tensor, interpo
     several, levels = _levels(q, slices)
     one = slices.with_mask().in_one_dim()
     mask = one.full_mask()
-    if q == 0.5 and interpolation in ("lower", "midpoint") and one.x.dtype in _SELECTED and may_look(one.x, mask):
+    middle = isinstance(q, float) and q == 0.5 and interpolation in ("lower", "midpoint")
+    if middle and one.x.dtype in _SELECTED and may_look(one.x, mask):
         found, number = _selected(one, interpolation)
         return slices.settle(slices.reduced(found), number=slices.reduced(number))
     number = mask.sum(-1)

@@ -49,7 +49,7 @@ def sum(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.sum", keepdim=keepdim, empty=empty, dtype=dtype)
     if slices.mask is None or not slices.x.is_floating_point():
-        return slices.settle(slices.filled(0).sum(slices.dims, keepdim=keepdim), natural=0)
+        return slices.settle(slices.filled(0).sum(slices.dims, keepdim=keepdim, dtype=dtype), natural=0)
     total, number = sums(slices.x, slices.mask, slices.dims, keepdim)
     return slices.settle(total.to(slices.x.dtype), natural=0, number=number)
 
@@ -90,7 +90,7 @@ def prod(
         tensor(6)
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.prod", keepdim=keepdim, empty=empty, dtype=dtype)
-    return slices.settle(slices.reduced(slices.in_one_dim().filled(1).prod(-1)), natural=1)
+    return slices.settle(slices.reduced(slices.in_one_dim().filled(1).prod(-1, dtype=dtype)), natural=1)
 
 
 def mean(
@@ -208,4 +208,4 @@ def cumsum(
         tensor([1., 1., 3.])
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.cumsum", keepdim=True, empty=empty, dtype=dtype)
-    return slices.settle(slices.spread(slices.in_one_dim().filled(0).cumsum(-1)), natural=0)
+    return slices.settle(slices.spread(slices.in_one_dim().filled(0).cumsum(-1, dtype=dtype)), natural=0)

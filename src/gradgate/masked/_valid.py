@@ -118,13 +118,14 @@ def stored(number: Number, dtype: torch.dtype) -> Number | None:
 
 
 def _stored_real(number: float, dtype: torch.dtype) -> float | None:
+    finite = isinstance(number, int) or math.isfinite(number)  # an int may be larger than any float
     if dtype.is_floating_point or dtype.is_complex:
-        if not math.isfinite(number):
-            return float(number)
+        if not finite:
+            return number
         info = torch.finfo(dtype)
         least = info.tiny * info.eps / 2  # half of the smallest number above 0: beneath it, 0 would be stored
         return number if number == 0 or least < abs(number) <= info.max else None
-    if not math.isfinite(number) or number != int(number):
+    if not finite or number != int(number):
         return None
     low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if not low <= number <= high:
