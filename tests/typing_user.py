@@ -3,6 +3,7 @@
 import torch
 
 import gradgate as gg
+from gradgate import masked
 
 incident: gg.Incident = gg.Incident(stage="load", cause="exception")
 row: int | None = incident.row
@@ -55,3 +56,9 @@ batch_out = gg.apply_rows(keep, torch.nn.Linear(3, 1), torch.ones(2, 3), fill_va
 votes: torch.Tensor = gg.masked.mode(torch.ones(2, 3), (0, 1), exclude=[255, float("nan")], empty=0).counts
 ratio: torch.Tensor = gg.masked.safe_divide(1, gg.masked.safe_norm(torch.ones(2, 3), (0, 1)), fill=1.0)
 whole: torch.Tensor = gg.masked.impute(torch.ones(2, 3), keep=keep.unsqueeze(1), using=torch.amax, dim=0)
+
+x = torch.zeros(2, 3)
+average: torch.Tensor = masked.mean(x, dim=(0, 1), keepdim=True, keep=x > 0, exclude=[1, 2.5], empty="raise")
+deviation: torch.Tensor = gg.masked.std(x, -1, correction=0, exclude={255}, empty=0.0)
+levels: torch.Tensor = masked.quantile(x, [0.1, 0.9], dim=1, exclude=float("nan"), interpolation="nearest")
+normed: torch.Tensor = masked.batch_norm(x, None, None, training=True, keep=x > 0)

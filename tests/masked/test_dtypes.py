@@ -201,3 +201,29 @@ def test_both_searches_for_the_median_agree():
     x, keep = torch.randint(0, 5, (20, 30)).float(), torch.rand(20, 30) < 0.6
     keep[3] = False
     assert torch.equal(law.fn(x, 1, keep=keep).nan_to_num(-1), masked.quantile(x, 0.5, 1, keep=keep).nan_to_num(-1))
+
+
+def test_normalize_at_zero_is_steep_as_in_torch():
+    """LIMITATIONS.md: the true derivative of x / max(norm, eps); masked.safe_normalize has none."""
+    x = torch.zeros(3, requires_grad=True)
+    (ours,) = torch.autograd.grad(masked.normalize(x).sum(), x)
+    (theirs,) = torch.autograd.grad(torch.nn.functional.normalize(x, dim=0).sum(), x)
+    assert torch.equal(ours, theirs)
+    assert (ours > 1e11).all()
+
+
+@pytest.mark.parametrize("compute", [masked.median, lambda x, **kw: masked.quantile(x, 0.3, **kw)])
+def test_no_gradient_comes_from_a_median_that_is_nan(compute):
+    """LIMITATIONS.md: torch.median sends it to the NaN, torch.quantile nowhere."""
+    x = torch.tensor([1.0, NAN, 2.0, 99.0], requires_grad=True)
+    result = compute(x, exclude=99)
+    assert result.isnan()
+    assert torch.autograd.grad(result, x)[0].tolist() == [0, 0, 0, 0]
+
+
+def test_running_statistics_cannot_be_written_under_vmap():
+    """LIMITATIONS.md: one buffer cannot hold the statistics of each of many batches; torch's own says so too."""
+    x, mean, var = torch.randn(2, 4, 3), torch.zeros(3), torch.ones(3)
+    keep = torch.ones(4, 3, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.vmap(lambda x: masked.batch_norm(x, mean, var, training=True, keep=keep))(x)
