@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 # Each command, the file that it lives in, and the line that `gradgate --help` shows without loading it.
 _COMMANDS = {
+    "doctor": ("gradgate.cli._doctor", "Run a script of yours and say why it does not learn."),
     "demo": ("gradgate.cli.demo", "Why this library exists, on real data, in under two minutes."),
     "ledger": ("gradgate.cli._ledger", "What was dropped, why, and what was decided about it."),
     "replay": ("gradgate.cli._replay", "Run one recorded sample again, or make a test of it."),

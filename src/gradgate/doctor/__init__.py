@@ -2,7 +2,8 @@
 
 from gradgate.doctor._diagnosing import diagnose
 from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._script import ScriptReport, examine_script
 from gradgate.doctor._tracing import Tracing, trace
 from gradgate.doctor._watching import Watch, watch
 
-__all__ = ["Diagnosis", "Tracing", "Watch", "diagnose", "trace", "watch"]
+__all__ = ["Diagnosis", "ScriptReport", "Tracing", "Watch", "diagnose", "examine_script", "trace", "watch"]

@@ -162,7 +162,18 @@ class _Look:
         detail = inputs_at(tensor, list(saved.values()))
         rows, shape = bad_rows(tensor), tuple(tensor.shape)
         trace.bad.append(
-            BadValue(kind, "backward", op, -1, rows, shape, detail, node_name=self.name, from_value=source)
+            BadValue(
+                kind,
+                "backward",
+                op,
+                -1,
+                rows,
+                shape,
+                detail,
+                node_name=self.name,
+                from_value=source,
+                backward=len(trace.backwards) - 1,
+            )
         )
 
     def _maybe_zero(self, tensor: torch.Tensor, incoming: tuple[Any, ...]) -> None:

@@ -48,13 +48,24 @@ def _escape(kind: str) -> Handler:
     return handler
 
 
+def _detach_in_place(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    codes: list[int] = []
+    tracer.values.read(args[0], codes)
+    result = func(*args, **kwargs)
+    tracer.note_detached(args[0], codes[-1])
+    return result
+
+
 def _switch(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    on = bool(args[0])
-    if on:
-        tracer.off_switch = -1
-    elif torch.is_grad_enabled():
-        tracer.off_switch = len(tracer.trace.switches)
-    tracer.trace.switches.append(Switch(on, tracer.here(), _switched_by()))
+    on, by = bool(args[0]), _switched_by()
+    trace = tracer.trace
+    if ".__exit__" in by:
+        tracer.off_switch = tracer.off_switches.pop() if tracer.off_switches else -1
+    else:
+        tracer.off_switches.append(tracer.off_switch)
+        if on or tracer.off_switch < 0:
+            tracer.off_switch = -1 if on else len(trace.switches)
+    trace.switches.append(Switch(on, tracer.here(), by))
     return func(*args, **kwargs)
 
 
@@ -85,7 +96,7 @@ def _grad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 CALLS: dict[Any, Handler] = {
     torch.Tensor.data.__get__: _named("data"),  # type: ignore[attr-defined]
     torch.Tensor.detach: _named("detach"),
-    torch.Tensor.detach_: _named("detach_"),
+    torch.Tensor.detach_: _detach_in_place,
     torch.tensor: _named("torch.tensor"),
     torch.Tensor.item: _escape("item"),
     torch.Tensor.tolist: _escape("tolist"),

@@ -11,9 +11,9 @@ import torch
 from gradgate.doctor._flow import Flow
 from gradgate.doctor._gradients import Gradient
 from gradgate.doctor._naming import Names
-from gradgate.doctor._places import Place
+from gradgate.doctor._places import Place, place_of_traceback
 from gradgate.doctor._source import Line
-from gradgate.doctor._trace import Op, Spot, Trace
+from gradgate.doctor._trace import Op, Raised, Spot, Trace
 from gradgate.records import Finding, Severity
 
 __all__ = ["Case", "finding_at", "module_of_names", "place"]
@@ -31,6 +31,8 @@ class Case:
         gradients: Their gradients, by `id`.
         exception: What the step raised.
         known_model: Whether the user gave the model, so that every parameter of it ought to learn.
+        one_step: Whether it is one step that ought to come to backward.
+        files: Files of the user to read, besides those that the trace was in.
     """
 
     trace: Trace
@@ -40,6 +42,8 @@ class Case:
     exception: BaseException | None = None
     previous: Trace = field(default_factory=Trace)
     known_model: bool = True
+    one_step: bool = True
+    files: tuple[str, ...] = ()
 
     @cached_property
     def flow(self) -> Flow:
@@ -53,6 +57,21 @@ class Case:
         for value, root in self.trace.roots.items():
             found.setdefault(root.number, []).append(value)
         return found
+
+    @property
+    def errors(self) -> list[Raised]:
+        """Give what calls of torch raised, also where the user caught it, and last what ended the step."""
+        error = self.exception
+        raised = list(self.trace.raised)
+        if error is not None and not any(str(error) == other.text for other in raised):
+            where = place_of_traceback(error.__traceback__)
+            spot = (where.code, where.instruction) if where is not None else None
+            raised.append(Raised(str(error), (), spot, len(self.trace.backwards) - 1))
+        return raised
+
+    def severity_of(self, error: Raised) -> Severity:
+        """Give how bad it is that a call raised: the user may have caught it, and then it is a warning."""
+        return "error" if self.exception is not None and str(self.exception) == error.text else "warning"
 
     def gradient(self, parameter: torch.Tensor) -> Gradient:
         """Give the gradient of a parameter."""

@@ -10,7 +10,7 @@ import torch
 from gradgate._names import listed
 from gradgate.doctor._case import Case, finding_at, module_of_names, place
 from gradgate.doctor._places import Place
-from gradgate.doctor._source import Line, region_header
+from gradgate.doctor._source import Line, definition, region_header
 from gradgate.doctor._trace import Escape, Op
 from gradgate.records import Finding, Severity
 
@@ -123,18 +123,19 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
     Yields:
         The finding, and those of the lines that cut.
     """
-    message = str(case.exception)
-    if "does not require grad and does not have a grad_fn" not in message or not case.trace.backwards:
+    errors = [e for e in case.errors if "does not require grad and does not have a grad_fn" in e.text]
+    if not errors or not case.trace.backwards:
         return
+    severity = case.severity_of(errors[-1])
     learners = {name: p for name, p in case.parameters.items() if p.requires_grad}
     causes = list(explain_parameters(case, learners))
     cuts = [cause for cause in causes if cause.code == "GG101"]
-    backward = place(case.trace.backwards[-1].spot)
+    backward = place(case.trace.backwards[errors[-1].backward].spot)
     if cuts:
         first = cuts[0]
         yield Finding(
             code="GG201",
-            severity="error",
+            severity=severity,
             title="the loss is not connected to any parameter: element 0 of tensors does not require grad",
             where=first.where,
             source=first.source,
@@ -148,7 +149,7 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
     yield finding_at(
         backward,
         "GG201",
-        "error",
+        severity,
         "the loss is not connected to any parameter: element 0 of tensors does not require grad",
         reason="All parameters are frozen (requires_grad is False)."
         if frozen
@@ -160,10 +161,12 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
 
 
 def _is_lost(case: Case, parameter: torch.Tensor) -> bool:
-    asked = [backward.inputs for backward in case.trace.backwards]
-    if asked and all(inputs is not None for inputs in asked):
+    passes = [backward for backward in case.trace.backwards if backward.inputs is not None]
+    if any(id(parameter) in (b.inputs or ()) and id(parameter) not in b.missing for b in passes):
+        return False
+    if passes and len(passes) == len(case.trace.backwards):
         # Only torch.autograd.grad was called: what was asked for and not given.
-        return any(id(parameter) in backward.missing for backward in case.trace.backwards)
+        return any(id(parameter) in backward.missing for backward in passes)
     gradient = case.gradient(parameter)
     if gradient.present and gradient.zero:
         # zero_grad(set_to_none=False) leaves zeros where no gradient arrives.
@@ -325,13 +328,13 @@ def _escape_of(case: Case, values: list[int]) -> Escape | None:
 
 
 def _refused_by_function(case: Case, names: list[str]) -> Iterator[Finding]:
-    if not names:
+    if not names or case.errors:
         return
     functions = {f for backward in case.trace.backwards for f in backward.functions.values()}
     own = sorted((f for f in functions if not f.__module__.startswith("torch.")), key=lambda f: f.__qualname__)
     for function in own[:1]:
         yield finding_at(
-            Place(function.backward.__code__, 0),
+            definition(function.backward.__code__),
             "GG105",
             _severity(case),
             f"{listed(names, 4)} {_gets(names)} no gradient: {function.__name__}.backward() gives None",

@@ -39,6 +39,8 @@ class Examination:
         self.tracer = Tracer()
         self.tracer.before_step.append(self._before_step)
         self.thorough = True
+        self.one_step = True
+        self.files: tuple[str, ...] = ()
         self.gradients = Gradients(model.parameters() if model is not None else ())
         if model is not None:
             self.tracer.reuse.start(model.parameters())
@@ -89,6 +91,8 @@ class Examination:
             exception=exception,
             previous=self.tracer.previous,
             known_model=self.model is not None or bool(trace.optimizer_steps),
+            one_step=self.one_step,
+            files=self.files,
         )
         diagnosis = conclude(case)
         roots = [*trace.modules, *([self.model] if self.model is not None else [])]

@@ -32,6 +32,8 @@ class Flow:
                 self.maker[value] = number
         for backward in trace.backwards:
             self.connected.update(code >> 1 for code in backward.values if code & 1)
+        # A leaf that was made of something (`h.detach().requires_grad_()`) is a beginning: nothing flows beyond it.
+        self.connected.difference_update(value for value in trace.roots if value in self.maker)
 
     @cached_property
     def losses(self) -> frozenset[int]:

@@ -54,7 +54,7 @@ def find_written_modes(case: Case) -> Iterator[Finding]:
         One finding for each line.
     """
     spots = [op.spot for op in case.trace.ops] + [b.spot for b in case.trace.backwards]
-    files = dict.fromkeys(spot[0].co_filename for spot in spots if spot is not None)
+    files = dict.fromkeys([*case.files, *(spot[0].co_filename for spot in spots if spot is not None)])
     for file in files:
         if is_package_file(file):
             continue
@@ -63,16 +63,16 @@ def find_written_modes(case: Case) -> Iterator[Finding]:
                 line,
                 "GG802",
                 "warning",
-                f"`{line.source}` alone on a line does nothing",
+                f"`{line.expression}` alone on a line does nothing",
                 reason="It makes a block that nobody enters; recording goes on as before.",
-                fix=f"with {line.source}:\n    ...",
+                fix=f"with {line.expression}:\n    ...",
             )
         for line in async_with_torch_decorator(file):
             yield finding_at(
                 line,
                 "GG803",
                 "warning",
-                f"`{line.source}` on an async def does nothing",
+                f"`{line.expression}` on an async def does nothing",
                 reason="The decorator is left as soon as the coroutine is made, before a line of it has run.",
                 fix="@gg.grad_mode(False)     # in force while the coroutine runs, and only then",
             )
@@ -87,12 +87,12 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
     Yields:
         The finding.
     """
-    if "nference tensor" not in str(case.exception) or case.trace.failing is None:
+    errors = [error for error in case.errors if "nference tensor" in error.text]
+    if not errors:
         return
-    _, values, spot = case.trace.failing
-    used = place(spot)
+    used = errors[-1].place
     made, name = None, None
-    for value in values:
+    for value in errors[-1].values:
         root = case.trace.roots.get(value)
         if value in case.trace.inference_values:
             made = place(case.trace.inference_values[value])
@@ -104,7 +104,7 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
     yield finding_at(
         made or used,
         "GG804",
-        "error",
+        case.severity_of(errors[-1]),
         f"{what} was made in inference mode and is used in training",
         reason=f"Tensors made in inference mode can never be part of a graph. It is used at "
         f"{used.text if used is not None else 'an unknown line'}.",

@@ -42,30 +42,30 @@ def find_nonfinite(case: Case) -> Iterator[Finding]:
     Yields:
         One finding for each place of birth, and a note on NaN that did no harm.
     """
-    losses = [b.loss for b in case.trace.backwards if b.loss is not None]
-    bad_loss = next((loss for loss in losses if not math.isfinite(loss)), None)
     hurt = [name for name, p in case.parameters.items() if case.gradient(p).bad]
-    told: set[int] = set()
-    if bad_loss is not None:
-        yield from _behind_the_loss(case, bad_loss, hurt, told)
-    elif hurt:
-        yield from _behind_the_gradient(case, hurt, told)
-    elif case.exception is None:
+    bad = [n for n, b in enumerate(case.trace.backwards) if b.loss is not None and not math.isfinite(b.loss)]
+    births = [b for b in case.trace.bad if b.stage == "backward" and b.backward not in bad]
+    if bad:
+        yield from _behind_the_loss(case, bad, hurt if not births else [])
+    if hurt and (births or not bad):
+        yield from _behind_the_gradient(case, hurt, births)
+    if not bad and not hurt and case.exception is None:
         yield from _harmless(case)
 
 
-def _behind_the_loss(case: Case, loss: float, hurt: list[str], told: set[int]) -> Iterator[Finding]:
+def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator[Finding]:
+    started = [case.trace.backwards[number] for number in passes]
+    loss = next((b.loss for b in started if b.loss is not None and math.isnan(b.loss)), math.inf)
     word = "NaN" if math.isnan(loss) else "Inf"
     severity: Severity = "error" if hurt or not case.gradients or case.exception is not None else "warning"
     harm = f"The loss is {word}" + (f", and so is the gradient of {listed(hurt, 3)}." if hurt else ".")
     if severity == "warning":
         harm = f"The loss is {word}, but every gradient is finite: this value is not what the model learns from."
-    behind = case.flow.behind_losses
+    behind = case.flow.sources(code >> 1 for backward in started for code in backward.values)
     births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
     wanted = "nan" if math.isnan(loss) else "inf"
     births = [b for b in births if b.kind == wanted] or births
     for birth in _first_places(births):
-        told.add(birth.op)
         yield _finding(case, birth, severity, harm)
     if not births:
         yield finding_at(
@@ -78,8 +78,7 @@ def _behind_the_loss(case: Case, loss: float, hurt: list[str], told: set[int]) -
         )
 
 
-def _behind_the_gradient(case: Case, hurt: list[str], told: set[int]) -> Iterator[Finding]:
-    births = [b for b in case.trace.bad if b.stage == "backward"]
+def _behind_the_gradient(case: Case, hurt: list[str], births: list[BadValue]) -> Iterator[Finding]:
     severity: Severity = "info" if case.trace.scaled else "error"
     harm = f"The loss is finite, but the gradient of {listed(hurt, 3)} is not."
     if case.trace.scaled:

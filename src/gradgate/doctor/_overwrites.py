@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradgate.doctor._case import Case, finding_at, place
-from gradgate.doctor._places import place_of_traceback
 from gradgate.doctor._trace import Overwrite
 from gradgate.records import Finding
 
@@ -85,27 +84,26 @@ def find_leaf_edits(case: Case) -> Iterator[Finding]:
     Yields:
         The finding.
     """
-    message = str(case.exception)
-    where = place_of_traceback(case.exception.__traceback__) if case.exception is not None else None
-    shown = f"`{where.source}`" if where is not None else "the step"
-    if "leaf Variable that requires grad" in message and "in-place" in message:
-        yield finding_at(
-            where,
-            "GG603",
-            "error",
-            f"{shown} edits a leaf that requires grad in place",
-            reason="A parameter has no history that could be continued: after the edit nobody could say "
-            "what its gradient is the gradient of.",
-            fix="w2 = gg.at(w)[index].set(value)     # a new tensor; gradients reach w and value\n"
-            "with torch.no_grad(): w[index] = value     # or: change the weight itself, without history",
-        )
-    elif "is a view" in message and "inplace" in message:
-        yield finding_at(
-            where,
-            "GG604",
-            "error",
-            f"{shown} edits a view in place that autograd cannot follow",
-            reason="The view was made by a function that gives several views at once, inside no_grad, or by an "
-            "autograd Function; autograd cannot carry the edit over to what it is a view of.",
-            fix="y = gg.at(x)[index].set(value)     # a new tensor instead of the edit",
-        )
+    for error in case.errors:
+        shown = f"`{error.place.source}`" if error.place is not None else "the step"
+        if "leaf Variable that requires grad" in error.text and "in-place" in error.text:
+            yield finding_at(
+                error.place,
+                "GG603",
+                case.severity_of(error),
+                f"{shown} edits a leaf that requires grad in place",
+                reason="A parameter has no history that could be continued: after the edit nobody could say "
+                "what its gradient is the gradient of.",
+                fix="w2 = gg.at(w)[index].set(value)     # a new tensor; gradients reach w and value\n"
+                "with torch.no_grad(): w[index] = value     # or: change the weight itself, without history",
+            )
+        elif "is a view" in error.text and "inplace" in error.text:
+            yield finding_at(
+                error.place,
+                "GG604",
+                case.severity_of(error),
+                f"{shown} edits a view in place that autograd cannot follow",
+                reason="The view was made by a function that gives several views at once, inside no_grad, or by an "
+                "autograd Function; autograd cannot carry the edit over to what it is a view of.",
+                fix="y = gg.at(x)[index].set(value)     # a new tensor instead of the edit",
+            )

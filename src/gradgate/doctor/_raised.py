@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from gradgate.doctor._case import Case, finding_at, place
+from gradgate.doctor._case import Case, finding_at
 from gradgate.doctor._cuts import explain_parameters
 from gradgate.doctor._places import place_of_traceback
 from gradgate.records import Finding
@@ -22,11 +22,11 @@ def find_unused_in_grad(case: Case) -> Iterator[Finding]:
     Yields:
         The findings on the tensor in question.
     """
-    message = str(case.exception)
-    if "appears to not have been used in the graph" not in message or not case.trace.backwards:
+    errors = [e for e in case.errors if "appears to not have been used in the graph" in e.text and e.backward >= 0]
+    if not errors:
         return
-    inputs = case.trace.backwards[-1].inputs or ()
-    found = re.search(r"at index (\d+)", message)
+    inputs = case.trace.backwards[errors[-1].backward].inputs or ()
+    found = re.search(r"at index (\d+)", errors[-1].text)
     wanted = inputs[int(found[1]) : int(found[1]) + 1] if found else inputs
     asked = {name: p for name, p in case.parameters.items() if id(p) in wanted}
     yield from explain_parameters(case, asked)
@@ -41,7 +41,7 @@ def find_backward_missing(case: Case) -> Iterator[Finding]:
     Yields:
         The finding.
     """
-    if case.exception is None and not case.trace.backwards and case.trace.ops:
+    if case.one_step and case.exception is None and not case.trace.backwards and case.trace.ops:
         yield finding_at(
             None,
             "GG003",
@@ -85,5 +85,4 @@ def find_raised(case: Case) -> Iterator[Finding]:
         reason="This line of your code was running.",
         fix="",
         module=case.names.of_module(module),
-        also=[place(case.trace.failing[2]) if case.trace.failing else None],
     )

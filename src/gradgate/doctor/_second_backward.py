@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradgate.doctor._case import Case, finding_at, place
-from gradgate.doctor._places import Place, place_of_traceback
+from gradgate.doctor._places import Place
 from gradgate.doctor._trace import Trace
-from gradgate.records import Finding
+from gradgate.records import Finding, Severity
 
 __all__ = ["find_second_backward"]
 
@@ -21,11 +21,13 @@ def find_second_backward(case: Case) -> Iterator[Finding]:
     Yields:
         The finding.
     """
-    if "backward through the graph a second time" not in str(case.exception) or not case.trace.backwards:
+    errors = [e for e in case.errors if "backward through the graph a second time" in e.text and e.backward >= 0]
+    if not errors:
         return
-    backwards = case.trace.backwards
-    last = backwards[-1]
-    earlier = [b for b in (*case.previous.backwards, *backwards[:-1]) if b.nodes & last.nodes - {-1}]
+    severity, number = case.severity_of(errors[-1]), errors[-1].backward
+    last = case.trace.backwards[number]
+    before = (*case.previous.backwards, *case.trace.backwards[:number])
+    earlier = [b for b in before if b.nodes & last.nodes - {-1}]
     shared = last.nodes & frozenset().union(*(b.nodes for b in earlier)) - {-1} if earlier else frozenset()
     called = place(last.spot)
     first = place(earlier[-1].spot) if earlier else None
@@ -34,7 +36,7 @@ def find_second_backward(case: Case) -> Iterator[Finding]:
         yield finding_at(
             made,
             "GG701",
-            "error",
+            severity,
             f"backward walks the graph of `{made.expression}` a second time",
             reason="The first backward freed what the graph had saved. What this line made is part of both graphs.",
             fix="h = h.detach()     # start the next step from the value, not from its history\n"
@@ -43,7 +45,7 @@ def find_second_backward(case: Case) -> Iterator[Finding]:
             also=[first, called],
         )
         return
-    yield from _from_before(case)
+    yield from _from_before(case, called, severity)
 
 
 def _made(trace: Trace, shared: frozenset[int]) -> Place | None:
@@ -51,16 +53,15 @@ def _made(trace: Trace, shared: frozenset[int]) -> Place | None:
     return trace.ops[max(numbers)].place if numbers else None
 
 
-def _from_before(case: Case) -> Iterator[Finding]:
+def _from_before(case: Case, called: Place | None, severity: Severity) -> Iterator[Finding]:
     """The graph was made before the trace began: say where this step picks it up."""
-    called = place_of_traceback(case.exception.__traceback__) if case.exception is not None else None
     old = [v for v, root in case.trace.roots.items() if root.requires_grad and not root.leaf]
     readers = sorted(n for value in old for n in case.flow.readers.get(value, ()))
     where = case.trace.ops[readers[0]].place if readers else called
     yield finding_at(
         where,
         "GG701",
-        "error",
+        severity,
         f"backward walks a graph a second time that was made before this step: "
         f"`{where.expression if where is not None else 'unknown'}`",
         reason="This line reads a tensor that still carries the graph of an earlier step, which has been freed.",

@@ -7,10 +7,11 @@ import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from types import CodeType
 
 from gradgate.doctor._places import Place, shown_path
 
-__all__ = ["Line", "async_with_torch_decorator", "bare_mode_statements", "region_header"]
+__all__ = ["Line", "async_with_torch_decorator", "bare_mode_statements", "definition", "region_header"]
 
 _MODES = ("no_grad", "enable_grad", "inference_mode")
 
@@ -39,8 +40,8 @@ class Line:
 
     @property
     def expression(self) -> str:
-        """Give the text of the line."""
-        return self.source
+        """Give the text of the line without what is said about it."""
+        return self.source.partition("#")[0].strip()
 
 
 @lru_cache(maxsize=64)
@@ -90,6 +91,22 @@ def region_header(place: Place, names: tuple[str, ...]) -> Line | None:
             if _called_name(header).rpartition(".")[2] in names:
                 found = Line(place.file, header.lineno)
     return found
+
+
+def definition(code: CodeType) -> Line:
+    """Find the line of a function's `def`, below its decorators.
+
+    Args:
+        code: The code of the function.
+
+    Returns:
+        The line.
+    """
+    line = code.co_firstlineno
+    lines = linecache.getlines(code.co_filename)
+    while line < len(lines) and not lines[line - 1].lstrip().startswith(("def ", "async def ", "lambda")):
+        line += 1
+    return Line(code.co_filename, line)
 
 
 def _names_of_torch(tree: ast.Module) -> set[str]:

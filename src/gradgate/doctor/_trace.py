@@ -22,6 +22,7 @@ __all__ = [
     "BadValue",
     "Escape",
     "OptimizerStep",
+    "Raised",
     "Overwrite",
     "Root",
     "Switch",
@@ -145,6 +146,7 @@ class BadValue:
         node_name: The node whose backward it was born in.
         deliberate: Whether the user's own argument was infinite (a mask).
         from_value: In backward: a saved value of the forward pass that was bad already; -1 where there was none.
+        backward: In backward: the number of the pass.
     """
 
     kind: Literal["nan", "inf"]
@@ -157,6 +159,7 @@ class BadValue:
     node_name: str = ""
     deliberate: bool = False
     from_value: int = -1
+    backward: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +255,28 @@ class OptimizerStep:
     old: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """A call of torch that raised.
+
+    Args:
+        text: What the exception said.
+        values: Values of the tensors that it was called with.
+        spot: Where.
+        backward: The number of the newest backward pass; -1 before the first.
+    """
+
+    text: str
+    values: tuple[int, ...]
+    spot: Spot
+    backward: int
+
+    @property
+    def place(self) -> Place | None:
+        """Give the user's place."""
+        return Place(*self.spot) if self.spot is not None else None
+
+
 @dataclass(slots=True)
 class Trace:
     """All that was seen of one step (or of several)."""
@@ -268,7 +293,7 @@ class Trace:
     rejoined: dict[int, Any] = field(default_factory=dict)
     inference_values: dict[int, Spot] = field(default_factory=dict)
     op_number_of_node: dict[int, int] = field(default_factory=dict)
-    failing: tuple[str, tuple[int, ...], Spot] | None = None
+    raised: list[Raised] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
     batch_size: int | None = None
     scaled: bool = False

@@ -33,12 +33,14 @@ from gradgate.doctor._operators import operator_of
 from gradgate.doctor._places import locate
 from gradgate.doctor._reuse import Reuse
 from gradgate.doctor._saving import Saving
-from gradgate.doctor._trace import Op, OptimizerStep, Spot, Trace
+from gradgate.doctor._trace import Op, OptimizerStep, Raised, Spot, Trace
 from gradgate.doctor._values import Values
 
 __all__ = ["Tracer"]
 
 _Tensor = torch.Tensor
+_MOST_OPERATIONS = 500_000
+_DETACH = operator_of(torch.ops.aten.detach.default)
 
 
 class Tracer:
@@ -57,6 +59,7 @@ class Tracer:
         self.reuse = Reuse()
         self.spot: Spot = None
         self.off_switch = -1
+        self.off_switches: list[int] = []
         self.call = ""
         self._stepping = False
         self.active = False
@@ -127,6 +130,7 @@ class Tracer:
         self.saving.forget(self.trace)
         self.births.forget()
         self.off_switch = -1
+        self.off_switches.clear()
         return old
 
     # --- where ----------------------------------------------------------------------------------------------------
@@ -160,6 +164,8 @@ class Tracer:
         """
         operator = operator_of(func)
         records = torch.is_grad_enabled()
+        if records:
+            self.off_switch = -1
         node = current_node()
         if node is not None:
             self._locate_backward(node)
@@ -180,10 +186,13 @@ class Tracer:
         spot = self.spot or self.here()
         trace = self.trace
         number = len(trace.ops)
+        if number >= _MOST_OPERATIONS:  # nobody has taken a step for so long: there is no step to explain
+            self.begin_again()
+            trace, number = self.trace, 0
         newest = latest_node_number()
         if newest not in trace.op_number_of_node:
             trace.op_number_of_node[newest] = number
-        connected = records and any(code & 1 for code in codes)
+        connected = records and operator.name != "detach" and any(code & 1 for code in codes)
         outputs = self._results(operator, args, kwargs, result, connected, spot)
         self.trace.ops.append(
             Op(
@@ -212,7 +221,7 @@ class Tracer:
         for tensor in (result,) if isinstance(result, _Tensor) else result if type(result) in (list, tuple) else ():
             if isinstance(tensor, _Tensor):
                 if operator.view:
-                    outputs.append(values.make_view(tensor, connected and operator.name != "detach"))
+                    outputs.append(values.make_view(tensor, connected))
                 else:
                     outputs.append(values.make(tensor))
         if not connected and outputs:
@@ -232,16 +241,27 @@ class Tracer:
             written.append(target)
         return written
 
-    def note_failure(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Write down the call that raised: the innermost one that the user made.
+    def note_detached(self, tensor: torch.Tensor, code: int) -> None:
+        """Write down that a tensor lost its history in place, which leaves no operation behind.
 
         Args:
-            func: The function.
-            args: Its arguments.
+            tensor: The tensor.
+            code: Its value before, as `Op.inputs` has it.
         """
-        if self.trace.failing is None:
-            values = tuple(self.values.of(x) for x in args if isinstance(x, _Tensor))
-            self.trace.failing = (getattr(func, "__name__", str(func)), values, self.here())
+        value = self.values.write(tensor)
+        self.values.unconnected.add(value)
+        newest, module = latest_node_number(), self.modules[-1] if self.modules else None
+        self.trace.ops.append(Op(_DETACH, self.here(), module, newest, True, -1, (code,), (value,), ("detach",)))
+
+    def note_raised(self, args: tuple[Any, ...], error: RuntimeError) -> None:
+        """Write down a call that raised, whether the user catches it or not.
+
+        Args:
+            args: Its arguments.
+            error: What it raised.
+        """
+        values = tuple(self.values.of(x) for x in args if isinstance(x, _Tensor))
+        self.trace.raised.append(Raised(str(error), values, self.here(), len(self.trace.backwards) - 1))
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -264,13 +284,13 @@ class Tracer:
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.active:
             return
-        for listener in self.before_step:
-            listener(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         spot, idle = locate(sys._getframe(1)), all(parameter.grad is None for parameter in held)
         closure = len(args) + len(kwargs) > 1
         backwards, (again, old) = len(self.trace.backwards), (0, 0) if closure else self.reuse.use(optimizer)
         self.trace.optimizer_steps.append(OptimizerStep(optimizer, spot, backwards, idle and not closure, again, old))
+        for listener in self.before_step:
+            listener(optimizer)
         # A closure runs the user's own code inside the step; else there is nothing to see but the writing itself.
         if closure or not self.can_stop():
             return
@@ -320,8 +340,8 @@ class _Calls(TorchFunctionMode):
             if handler is not None:
                 return handler(tracer, func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
-        except RuntimeError:
-            tracer.note_failure(func, args)
+        except RuntimeError as error:
+            tracer.note_raised(args, error)
             raise
         finally:
             tracer.spot = None

@@ -31,10 +31,13 @@ class Tracing:
         steps: How many optimizer steps have been traced.
     """
 
-    def __init__(self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]], files: tuple[str, ...] = ()
+    ) -> None:
         self.steps = 0
         self._model = model
         self._examination = Examination(model, namespaces)
+        self._examination.one_step, self._examination.files = False, files
         self._examination.tracer.before_step.insert(0, self._before_step)
         self._examination.tracer.after_step.append(self._after_step)
         self._findings: dict[Finding, None] = {}
@@ -48,6 +51,10 @@ class Tracing:
         order = ("error", "warning", "info")
         findings = sorted(self._findings, key=lambda finding: order.index(finding.severity))
         return Diagnosis(tuple(findings), self._exception)
+
+    def can_pause(self) -> bool:
+        """Tell whether the block can be left here: nothing that was entered after it is still open."""
+        return self._examination.tracer.can_stop()
 
     def __enter__(self) -> Tracing:
         self._open.enter_context(self._examination.running())

@@ -46,7 +46,10 @@ class Values:
         if connected and value in self.unconnected:
             # Made where autograd does not look, and yet connected: a Function's result, or a leaf made of it.
             self.unconnected.discard(value)
-            self.trace.rejoined[value] = tensor.grad_fn
+            if tensor.grad_fn is not None:
+                self.trace.rejoined[value] = tensor.grad_fn
+            elif not tensor._is_view():  # a view of a leaf, made inside no_grad, only looks like a leaf
+                self._add_root(tensor, value)
         if self._latest_write:
             write = self._latest_write.get(_storage_of(tensor))
             if write is not None and write > value:
@@ -116,19 +119,16 @@ class Values:
         if value is None:
             value = self._next
             self._next = value + 1
-            leaf = tensor.is_leaf
-            inference = tensor.is_inference()
-            keep = (leaf and connected) or inference or tensor.numel() <= _SMALL
-            self.trace.roots[value] = Root(
-                tensor if keep and leaf else None,
-                id(tensor),
-                leaf,
-                connected,
-                inference,
-                tuple(tensor.shape),
-            )
+            self._add_root(tensor, value)
         self._by_identity[id(tensor)] = (weakref.ref(tensor), value)
         return value
+
+    def _add_root(self, tensor: torch.Tensor, value: int) -> None:
+        leaf, connected, inference = tensor.is_leaf, tensor.requires_grad, tensor.is_inference()
+        keep = leaf and (connected or inference or tensor.numel() <= _SMALL)
+        self.trace.roots[value] = Root(
+            tensor if keep else None, id(tensor), leaf, connected, inference, tuple(tensor.shape)
+        )
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

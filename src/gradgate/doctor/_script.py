@@ -1,0 +1,214 @@
+"""The user's own script, unchanged: run once, with a look at its first steps, and once more where it went wrong.
+
+The first steps are traced; that is enough for whatever is wrong with every step. After that the script runs at full
+speed, and only the gradients are looked at before each step of an optimizer. If one of them is bad, or the script
+raises, it is run again in a new process with the same arguments and seeds, and traced from the step in question on.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._finite import all_finite
+from gradgate.doctor._tracing import Tracing
+from gradgate.errors import ArgumentValueError
+from gradgate.records import Finding
+
+__all__ = ["ScriptReport", "examine_script"]
+
+_STEPS_TRACED = 2
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class ScriptReport:
+    """What became of a script.
+
+    Args:
+        diagnosis: What the doctor found.
+        exit_code: How the script itself ended.
+        steps: How many optimizer steps it took.
+    """
+
+    diagnosis: Diagnosis
+    exit_code: int
+    steps: int
+
+
+class _Enough(BaseException):
+    """The step in question has been explained; the rest of the script need not run."""
+
+
+class _Run:
+    """One run of a script in this process.
+
+    Args:
+        path: The script.
+        first: The number of the step to trace from.
+        count: How many steps to trace; None for all.
+        alone: Whether to end after those.
+    """
+
+    def __init__(self, path: Path, first: int, count: int | None, alone: bool) -> None:
+        self.path = path
+        self.first = first
+        self.last = None if count is None else first + count
+        self.alone = alone
+        self.steps = 0
+        self.bad_step: int | None = None
+        self.main = types.ModuleType("__main__")
+        self.tracing = Tracing(None, [self.main.__dict__], (str(path),))
+        self.tracing_now = False
+
+    def run(self, args: Sequence[str]) -> tuple[int, BaseException | None]:
+        """Run the script to its end; give its exit code and what it raised."""
+        path = self.path
+        self.main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+        saved = sys.argv, sys.path[0], sys.modules["__main__"]
+        sys.argv, sys.path[0] = [str(path), *args], str(path.parent)
+        sys.modules["__main__"] = self.main
+        random.seed(_SEED)
+        hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+        raised: BaseException | None = None
+        try:
+            with io.open_code(str(path)) as file:
+                code = compile(file.read(), str(path), "exec")
+            if not self.first:
+                self._begin()
+            exec(code, self.main.__dict__)
+            exit_code = 0
+        except _Enough:
+            exit_code = 0
+        except SystemExit as error:
+            exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except Exception as error:  # noqa: BLE001 - the script's own fault, shown as Python shows it
+            raised, exit_code = error, 1
+        finally:
+            self._end(raised)
+            for hook in hooks:
+                hook.remove()
+            sys.argv, sys.path[0], sys.modules["__main__"] = saved
+        return exit_code, raised
+
+    def _begin(self) -> None:
+        self.tracing_now = True
+        self.tracing.__enter__()
+
+    def _end(self, raised: BaseException | None) -> None:
+        if self.tracing_now:
+            self.tracing_now = False
+            self.tracing.__exit__(type(raised) if raised else None, raised, None)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.tracing_now or self.bad_step is not None:
+            return
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not all_finite(p.grad for p in held if p.grad is not None):
+            self.bad_step = self.steps
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        if self.tracing_now and self.last is not None and self.steps >= self.last and self.tracing.can_pause():
+            self._end(None)
+            if self.alone:
+                raise _Enough
+        elif not self.tracing_now and self.steps == self.first:
+            self._begin()
+
+
+def examine_script(
+    path: str | Path, args: Sequence[str] = (), *, whole: bool = False, from_step: int | None = None
+) -> ScriptReport:
+    """Run a script and say what is wrong with its training.
+
+    Args:
+        path: The script.
+        args: Its arguments.
+        whole: Trace all of it, from the start to the end.
+        from_step: Trace only the optimizer step of this number, and end there.
+
+    Returns:
+        The diagnosis, how the script ended and how many steps it took.
+
+    Raises:
+        ArgumentValueError: There is no such file.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise ArgumentValueError(
+            f"{path} is not a file.", why="the doctor runs a Python script.", fix="gradgate doctor train.py --epochs 1"
+        )
+    alone = from_step is not None
+    run = _Run(path, from_step or 0, None if whole else 1 if alone else _STEPS_TRACED, alone)
+    exit_code, raised = run.run(args)
+    diagnosis = run.tracing.diagnosis
+    if raised is not None and not alone:
+        _show(raised)
+    if whole or alone:
+        return ScriptReport(Diagnosis(diagnosis.findings, raised), exit_code, run.steps)
+    step = run.bad_step if run.bad_step is not None else run.steps if raised is not None else None
+    if step is not None and step >= _STEPS_TRACED:
+        again = _again(path, args, step, raised)
+        findings = dict.fromkeys((*diagnosis.findings, *again))
+        diagnosis = Diagnosis(tuple(sorted(findings, key=_order)), raised)
+    return ScriptReport(Diagnosis(diagnosis.findings, raised), exit_code, run.steps)
+
+
+def _order(finding: Finding) -> int:
+    return ("error", "warning", "info").index(finding.severity)
+
+
+def _show(error: BaseException) -> None:
+    """Print a traceback as Python does, from the script's own frame on."""
+    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    traceback.print_exception(type(error), error, inner)
+
+
+def _again(path: Path, args: Sequence[str], step: int, raised: BaseException | None) -> list[Finding]:
+    """Run the script in a new process, trace one step and give what was found."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "gradgate", "doctor", "--from-step", str(step), "--json", str(report)]
+        subprocess.run(
+            [*command, str(path), *args],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            env=dict(os.environ),
+            check=False,
+        )
+        found = json.loads(report.read_text())["findings"] if report.exists() else []
+    findings = [Finding(**{**f, "samples": tuple(f["samples"]), "also": tuple(f["also"])}) for f in found]
+    if any(finding.severity == "error" for finding in findings):
+        return findings
+    happened = f"raised {type(raised).__name__}" if raised is not None else "had a gradient that is not finite"
+    return [
+        *findings,
+        Finding(
+            code="GG005",
+            severity="error",
+            title=f"step {step} {happened}, but not when the script ran again",
+            reason="The two runs were not the same: something in the script is random and not seeded, or depends on "
+            "files, time or other machines.",
+            fix="torch.manual_seed(0); random.seed(0); np.random.seed(0)     # at the start of the script, or: --trace",
+        ),
+    ]

@@ -1,0 +1,94 @@
+"""Small programs with one fault each, and healthy ones that look like them.
+
+A program is a function that gives a step, or a step and its model. In its source, `# HERE` marks the line that the
+finding must name, and `# ALSO` a line that it must name besides.
+"""
+
+import contextlib
+import inspect
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+import gradgate as gg
+
+FAULTY = defaultdict(list)
+HEALTHY = defaultdict(list)
+
+
+def faulty(code):
+    """Register a program in which the doctor must find this."""
+
+    def register(program):
+        FAULTY[code].append(program)
+        return program
+
+    return register
+
+
+def healthy(*codes):
+    """Register a program that looks like these faults and is none."""
+
+    def register(program):
+        for code in codes:
+            HEALTHY[code].append(program)
+        return program
+
+    return register
+
+
+@contextlib.contextmanager
+def silence():
+    """Let torch's own warnings pass: the doctor says it better."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def of(table, module):
+    """The programs of a test module, by code, for `parametrize`."""
+    rows = [(code, program) for code, programs in table.items() for program in programs if program.__module__ == module]
+    return [(code, program) for code, program in rows], [f"{code}-{program.__name__}" for code, program in rows]
+
+
+def marked(program, mark):
+    """The places of the lines of a program that carry a mark."""
+    program = inspect.unwrap(program)
+    lines, first = inspect.getsourcelines(program)
+    file = Path(inspect.getsourcefile(program)).relative_to(Path.cwd())
+    return [f"{file}:{first + n}" for n, line in enumerate(lines) if f"# {mark}" in line]
+
+
+def examine(program):
+    """Run the step of a program under the doctor."""
+    made = program()
+    step, model = made if isinstance(made, tuple) else (made, None)
+    try:
+        return gg.diagnose(step, model=model)
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def check_faulty(code, program):
+    """The doctor finds the fault, at the marked lines."""
+    diagnosis = examine(program)
+    found = [finding for finding in diagnosis.findings if finding.code == code]
+    assert found, f"{code} not found, but: {diagnosis}"
+    finding = found[0]
+    assert finding.title
+    assert finding.reason
+    here = marked(program, "HERE")
+    if here:
+        assert finding.where in here, str(diagnosis)
+        assert finding.source
+    for place in marked(program, "ALSO"):
+        assert place in finding.also, str(diagnosis)
+    return finding
+
+
+def check_healthy(program):
+    """The doctor has nothing to complain of."""
+    diagnosis = examine(program)
+    assert diagnosis.healthy, str(diagnosis)
