@@ -194,21 +194,29 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
         (torch.Size([2, 3]), [0.0, 0.0, 0.0])
     """
     _check_fill_value(fill_value, "apply_rows")
-    rows, structure = tree_flatten(xs)
+    plain = all(isinstance(x, torch.Tensor) for x in xs)
+    rows, structure = (list(xs), None) if plain else tree_flatten(xs)
     count = _check_rows(keep, rows)
     index = keep.nonzero().squeeze(1)
     kept = index.shape[0]
     some = is_compiling() or kept < count  # a compiled graph is one for every number of rows
     if some:
         rows = [None if row is None else row.index_select(0, index) for row in rows]
-    results, structure_of_results = tree_flatten(fn(*tree_unflatten(rows, structure)))
-    for result in results:
-        _check_result_rows(result, kept)
-    if some:
-        whole = [None if r is None else _placed(r, index, count, fill_value, "apply_rows") for r in results]
-    else:
-        whole = [None if r is None else r.to(dtype_holding(r, fill_value, "fill_value", "apply_rows")) for r in results]
-    return tree_unflatten(whole, structure_of_results)
+    results, result_structure = _flatten(fn(*(rows if structure is None else tree_unflatten(rows, structure))))
+    for number, result in enumerate(results):
+        if result is not None:
+            _check_result_rows(result, kept)
+            results[number] = (
+                _placed(result, index, count, fill_value, "apply_rows")
+                if some
+                else result.to(dtype_holding(result, fill_value, "fill_value", "apply_rows"))
+            )
+    return results[0] if result_structure is None else tree_unflatten(results, result_structure)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Give the leaves of a pytree, and its structure unless it is a single tensor, as most are."""
+    return ([tree], None) if isinstance(tree, torch.Tensor) else tree_flatten(tree)
 
 
 def _check_rows(keep: Any, rows: Sequence[Any]) -> int:
@@ -230,7 +238,8 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> int:
             fix="apply_rows(keep.all(dim=1), fn, x)   # if keep has one answer for each element",
         )
     for row in tensors:
-        check_keep(keep.reshape(-1, *[1] * (row.dim() - 1)), row, function="apply_rows")
+        if row.device != keep.device:
+            check_keep(keep.reshape(-1, *[1] * (row.dim() - 1)), row, function="apply_rows")
     if not is_compiling() and not has_data(keep):
         raise ArgumentValueError(
             "apply_rows(): the values of `keep` cannot be read here (vmap, FakeTensorMode or the meta device).",
@@ -241,8 +250,6 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> int:
 
 
 def _check_result_rows(result: Any, kept: int) -> None:
-    if result is None:
-        return
     if not isinstance(result, torch.Tensor):
         raise ArgumentTypeError(
             f"apply_rows(): `fn` gave {describe(result)}.",
@@ -263,7 +270,8 @@ def _check_result_rows(result: Any, kept: int) -> None:
 def _placed(values: torch.Tensor, index: torch.Tensor, count: int, fill_value: complex, function: str) -> torch.Tensor:
     dtype = dtype_holding(values, fill_value, "fill_value", function)
     whole = torch.full((count, *values.shape[1:]), fill_value, dtype=dtype, device=values.device)
-    return whole.index_copy(0, index, values.to(dtype))
+    # In place it saves a copy; torch.func cannot write a batch into what is none.
+    return (whole.index_copy if inside_functorch() else whole.index_copy_)(0, index, values.to(dtype))
 
 
 def dtype_holding(values: torch.Tensor, number: complex, name: str, function: str) -> torch.dtype:
@@ -282,6 +290,8 @@ def dtype_holding(values: torch.Tensor, number: complex, name: str, function: st
         ArgumentValueError: Both are integers, and the dtype of the values cannot hold the number.
     """
     dtype = values.dtype
+    if dtype.is_floating_point and not isinstance(number, complex):
+        return dtype
     if dtype is torch.bool and number in (0, 1):
         return dtype
     promoted = (torch.empty(0, dtype=dtype) * number).dtype  # torch.result_type cannot be traced

@@ -1,0 +1,194 @@
+"""masked.mode against torch.mode and scipy; apply_rows, apply_where and safe_* against what one writes without them."""
+
+from __future__ import annotations
+
+import scipy.stats
+import torch
+
+import gradgate as gg
+from benchmarks.harness import Row
+from gradgate import masked
+
+# --- mode ---------------------------------------------------------------------------------------------------------
+
+
+def votes(shape, dim, dtype=torch.uint8):
+    """Labels of several voters for each pixel; one of them is "ignore"."""
+
+    def candidates():
+        x = torch.randint(0, 21, shape).to(dtype)
+        x[torch.rand(shape) < 0.2] = 255
+        return {
+            "torch.mode, excludes nothing": lambda: torch.mode(x, dim),
+            "masked.mode": lambda: masked.mode(x, dim, exclude=255, empty=0),
+            "masked.mode, excludes nothing": lambda: masked.mode(x, dim),
+        }
+
+    return candidates
+
+
+def rows(make, exclude, *, scipy_too=True, dim=-1):
+    """Long slices of values."""
+
+    def candidates():
+        x = make()
+        missing = torch.isnan(x) if exclude != exclude else x == exclude
+        hidden = torch.where(missing, torch.nan, x.double()).numpy()
+        found = {
+            "torch.mode, excludes nothing": lambda: torch.mode(x, dim),
+            "masked.mode": lambda: masked.mode(x, dim, exclude=exclude, empty=0),
+            "masked.mode, excludes nothing": lambda: masked.mode(x, dim),
+        }
+        if scipy_too:
+            found["scipy, nan omitted"] = lambda: scipy.stats.mode(hidden, axis=dim, nan_policy="omit")
+        return found
+
+    return candidates
+
+
+def labels():
+    """Classes of 2000 samples by 100 voters, some of them without an answer."""
+    x = torch.randint(0, 21, (2000, 100))
+    x[torch.rand(x.shape) < 0.2] = -100
+    return x
+
+
+def floats(dtype=torch.float32):
+    """Measurements of one digit, some of them missing."""
+    x = torch.randn(2000, 100, dtype=dtype).round(decimals=1)
+    x[torch.rand(x.shape) < 0.2] = torch.nan
+    return x
+
+
+def mode_row(title, candidates, at_most):
+    """Make a row for masked.mode."""
+    return Row("masked", title, candidates, "masked.mode", "torch.mode, excludes nothing", at_most=at_most)
+
+
+# --- whole rows -----------------------------------------------------------------------------------------------------
+
+
+def model_step(width, hidden, batch, fraction):
+    """A training step of a model, on the kept rows only or on all of them with the others masked away."""
+
+    def candidates():
+        model = torch.nn.Sequential(
+            torch.nn.Linear(width, hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(hidden, hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(hidden, width),
+        )
+        x = torch.randn(batch, width)
+        keep = torch.zeros(batch, dtype=torch.bool)
+        keep[torch.randperm(batch)[: round(batch * fraction)]] = True
+        column = keep.unsqueeze(1)
+
+        def step(compute):
+            model.zero_grad()
+            compute().square().sum().backward()
+
+        return {
+            "all rows, then where": lambda: step(lambda: torch.where(column, model(x), 0.0)),
+            "apply_rows": lambda: step(lambda: gg.apply_rows(keep, model, x)),
+        }
+
+    return candidates
+
+
+def rows_row(size, fraction, at_most):
+    """Make a row for apply_rows."""
+    title = f"apply_rows, step of an MLP {size[0]}-{size[1]}, {size[2]} rows, {fraction:.0%} kept"
+    return Row("masked", title, model_step(*size, fraction), "apply_rows", "all rows, then where", at_most=at_most)
+
+
+# --- elements ---------------------------------------------------------------------------------------------------------
+
+
+def elements(fraction, expensive):
+    """One branch of a where, forward and backward."""
+
+    def candidates():
+        x = torch.randn(1_000_000).abs() + 0.1
+        keep = torch.rand(x.shape) < fraction
+        x[~keep] *= -1
+        x.requires_grad_()
+        fn = torch.special.digamma if expensive else torch.log
+
+        def run(compute):
+            x.grad = None
+            compute().sum().backward()
+
+        return {
+            "where of where, everything": lambda: run(lambda: torch.where(keep, fn(torch.where(keep, x, 1.0)), 0.0)),
+            "apply_where": lambda: run(lambda: gg.apply_where(keep, x, fn)),
+        }
+
+    return candidates
+
+
+def safe(name, plain, ours, *shapes):
+    """Make a row for a safe operation against the plain one."""
+
+    def candidates():
+        inputs = [(torch.rand(shape) + 0.1).requires_grad_() for shape in shapes]
+
+        def run(fn):
+            torch.autograd.grad(fn(*inputs).sum(), inputs)
+
+        return {name: lambda: run(plain), "safe": lambda: run(ours)}
+
+    return Row("masked", f"{ours.__name__}, 1e6, forward and backward", candidates, "safe", name)
+
+
+MILLION = (1000, 1000)
+MLP = {"small": (64, 128, 64), "middle": (128, 512, 1024), "large": (256, 1024, 4096)}
+
+ROWS = [
+    mode_row("mode, votes (8, 256, 256) dim 0 uint8", votes((8, 256, 256), 0), 0.65),
+    mode_row("mode, votes (8, 256, 256) dim 0 int64", votes((8, 256, 256), 0, torch.int64), 0.65),
+    mode_row("mode, votes (5, 512, 512) dim 0 uint8", votes((5, 512, 512), 0), 0.65),
+    mode_row("mode, votes (16, 256, 256) dim 0 uint8", votes((16, 256, 256), 0), 0.65),
+    mode_row("mode, votes (4, 5, 128, 128) dim 1 uint8", votes((4, 5, 128, 128), 1), 0.65),
+    mode_row("mode, votes (100000, 5) dim 1 int64", votes((100_000, 5), 1, torch.int64), 0.65),
+    mode_row("mode, votes (8, 256, 256) dim 0 float32", votes((8, 256, 256), 0, torch.float32), None),
+    mode_row("mode, label rows 2000 x 100 int64", rows(labels, -100), 0.35),
+    mode_row(
+        "mode, labels 1e5 uint8",
+        rows(lambda: torch.randint(0, 256, (100_000,), dtype=torch.uint8), 255),
+        0.35,
+    ),
+    mode_row(
+        "mode, wide rows 2000 x 100 int64", rows(lambda: torch.randint(0, 10**9, (2000, 100)), 5, scipy_too=False), 1.3
+    ),
+    mode_row(
+        "mode, wide rows 2000 x 100 int64, 50 values",
+        rows(lambda: torch.randint(0, 50, (2000, 100)) * 10**7, 0, scipy_too=False),
+        1.3,
+    ),
+    mode_row("mode, rows 2000 x 100 float32, NaN left out", rows(floats, torch.nan, scipy_too=False), 1.3),
+    mode_row(
+        "mode, rows 2000 x 100 float64, NaN left out",
+        rows(lambda: floats(torch.float64), torch.nan, scipy_too=False),
+        1.3,
+    ),
+    mode_row("mode, wide 1e6 int64, 50 values", rows(lambda: torch.randint(0, 50, (1_000_000,)) * 2 * 10**7, 0), 1.3),
+    mode_row("mode, wide 1e6 int64", rows(lambda: torch.randint(0, 10**9, (1_000_000,)), 0, scipy_too=False), 1.3),
+    *[rows_row(MLP["large"], fraction, fraction + 0.08) for fraction in (0.05, 0.25, 0.5, 0.75)],
+    *[rows_row(MLP["large"], fraction, 1.1) for fraction in (0.95, 1.0)],
+    *[rows_row(MLP["middle"], fraction, fraction + 0.08) for fraction in (0.25, 0.75)],
+    *[rows_row(MLP["small"], fraction, 1.1) for fraction in (0.25, 0.95, 1.0)],
+    *[
+        Row(
+            "masked",
+            f"apply_where, {'digamma' if expensive else 'log'} of 1e6, {fraction:.0%} kept, forward and backward",
+            elements(fraction, expensive),
+            "apply_where",
+            "where of where, everything",
+        )
+        for fraction, expensive in ((0.05, False), (0.7, False), (0.05, True), (0.7, True))
+    ],
+    safe("x / y", torch.div, masked.safe_divide, MILLION, MILLION),
+    safe("sqrt", torch.sqrt, masked.safe_sqrt, MILLION),
+    safe("x / norm", lambda x: x / x.norm(dim=-1, keepdim=True), masked.safe_normalize, MILLION),
+]
