@@ -116,7 +116,7 @@ class BatchReader:
         raise ArgumentValueError(
             f"Guard.step(): the parts of the batch do not agree on the number of samples ({listed(seen, 8)}).",
             why="a part that is not per sample (class weights, a flat list of tokens) cannot be told from one that is.",
-            fix=f"guard.step(batch, loss_fn, ids=...)   # for a list with one tensor for each sample; else\n     {SELECT_FIX}",
+            fix=f"guard.step(batch, loss_fn, ids=...)   # for a list with one tensor for each sample\n{SELECT_FIX}",
         )
 
 

@@ -82,12 +82,12 @@ def localise(scenes: Scenes, fault: Fault, *, thorough: bool = False) -> Localis
         What was found. Nothing blamed, not everyone and repeated: it could not be told.
     """
     localiser = _Localiser(scenes, fault)
-    if not thorough:
-        localiser.quickly()
-    found = localiser.found
-    if found.repeated and not found.blames:
-        localiser.thoroughly()
-    return found
+    with scenes.as_written():
+        if not thorough:
+            localiser.quickly()
+        if localiser.found.repeated and not localiser.found.blames:
+            localiser.thoroughly()
+    return localiser.found
 
 
 class _Localiser:
@@ -110,13 +110,17 @@ class _Localiser:
     def thoroughly(self) -> None:
         """Test the whole function, on all rows first: a fault that does not come again is nobody's."""
         test = self.scenes.whole(self.fault)
-        for recording in (False, True):
+        self.found.repeated = False
+        for recording in (False, True):  # without it is cheaper, but some losses walk back themselves
             self.scenes.recording = recording
             self.found.tests += 1
-            if test(self._rows) is Verdict.SAME:
-                self._blame(self._isolate(test), "search with the whole function")
+            if test(self._rows) is not Verdict.SAME:
+                continue
+            self.found.repeated = True
+            search = self._isolate(test)
+            if search.groups or search.everyone:
+                self._blame(search, "search with the whole function")
                 return
-        self.found.repeated = False
 
     # --- exceptions ------------------------------------------------------------------------------------------------
 

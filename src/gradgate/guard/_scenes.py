@@ -6,6 +6,7 @@ with; and the code around modules, which then answer from a tape.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ class Scenes:
         reader: Takes rows of the batch.
         batch: The batch.
         size: How many samples it holds.
-        eager: Run compiled modules as they were written, so that hooks see inside and no size is compiled for.
+        eager: Something compiled may run; see `as_written`.
     """
 
     def __init__(
@@ -50,16 +51,23 @@ class Scenes:
         self.eager = eager
 
     @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Run compiled modules as they were written, so that hooks see inside and no size is compiled for."""
+        if not self.eager:
+            yield
+            return
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+            yield
+
+    @contextmanager
     def prepared(self, *, recording: bool | None = None, light: bool = False) -> Iterator[None]:
         """Put the state back (all of it, or what costs little), and set the mode in which probes run."""
         if light:
             self.state.restore_tensors()
         else:
             self.state.restore()
-        with ExitStack() as stack:
-            if self.eager:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(torch.set_grad_enabled(self.recording if recording is None else recording))
+        with torch.set_grad_enabled(self.recording if recording is None else recording):
             yield
 
     def whole(self, fault: Fault) -> Callable[[Group], Verdict]:
