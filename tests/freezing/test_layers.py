@@ -207,7 +207,7 @@ def test_tied_weights_are_frozen_together_and_said():
     handle = gg.freeze(model, "embed.*")
     assert handle.names == ("embed.weight", "out.weight")
     assert handle.tied == {"embed.weight": ("out.weight",), "out.weight": ("embed.weight",)}
-    assert "tied: embed.weight = out.weight" in repr(handle)
+    assert repr(handle) == "FreezeHandle(embed.weight, out.weight; tied: embed.weight = out.weight)"
     assert not model.out.weight.requires_grad
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gradgate.freezing._fingerprints import fingerprint
 from gradgate.freezing._regions import Elements, Everything, Points, Rows, region_of, union
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
@@ -78,6 +80,23 @@ def test_the_union_is_the_or_of_the_masks(case, data):
     other = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=torch.bool)
     together = union([region_of(mask), region_of(other.reshape(mask.shape))], values)
     assert torch.equal(together.mask(mask.shape, mask.device).expand(mask.shape), mask | other.reshape(mask.shape))
+
+
+@pytest.mark.parametrize("kind", ["rows", "points", "elements", "everything"])
+def test_a_step_asks_the_host_for_nothing(kind):
+    """On tensors without data everything that happens in a step runs, so nothing waits for a device."""
+    mask = torch.zeros(40, 40, dtype=torch.bool)
+    mask[0, 1] = kind == "points"
+    mask[::2, ::2] |= kind == "elements"
+    mask[3] |= kind == "rows"
+    region = Everything(1600) if kind == "everything" else region_of(mask)
+    assert type(region).__name__.lower() == kind
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values, gradient = torch.empty(40, 40), torch.empty(40, 40)
+        region.write(values, region.read(values))
+        region.clear(gradient)
+        region.cleared(gradient)
+        fingerprint(values)
 
 
 def test_nothing_has_no_union():

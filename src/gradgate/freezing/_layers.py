@@ -146,7 +146,8 @@ class FreezeHandle:
     def __repr__(self) -> str:
         parts = [listed(self.names)]
         if self.tied:
-            parts.append("tied: " + listed([f"{name} = {' = '.join(others)}" for name, others in self.tied.items()]))
+            groups = dict.fromkeys(tuple(sorted((name, *others))) for name, others in self.tied.items())
+            parts.append("tied: " + listed([" = ".join(group) for group in groups]))
         if self.statistics:
             parts.append(f"statistics of {listed([name or 'the model' for name in self.statistics])}")
         return f"FreezeHandle({'; '.join(parts)}{'' if self.active else '; thawed'})"
