@@ -5,6 +5,8 @@ Each name says what it promises; where torch changes, this file changes and noth
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -46,6 +49,7 @@ __all__ = [
     "tree_flatten",
     "tree_unflatten",
     "undispatched",
+    "watched_modules",
     "without_compiled_wrappers",
     "without_copy",
     "write_grad_mode",
@@ -265,6 +269,27 @@ def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
 
 
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
+
+
+@contextmanager
+def watched_modules(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call functions around the forward of every module, as long as the block lasts.
+
+    Args:
+        enter: Called before, with the module and its positional arguments.
+        leave: Called after, with the module, its positional and keyword arguments, and its output.
+    """
+    handles = [
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+            # Not removed by torch 2.13; what is left there makes torch.compile believe in global hooks for ever.
+            module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 # --- what the doctor's tracer asks ---------------------------------------------------------------------------------

@@ -7,15 +7,15 @@ the healthy path.
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradgate._torch_compat import ModuleCall, write_mark
+from gradgate._torch_compat import ModuleCall, watched_modules, write_mark
 from gradgate.guard._batches import batch_dim_of
 from gradgate.guard._finite import non_finite_rows, tensors_in
 from gradgate.guard._places import Line, running_lines
@@ -75,6 +75,7 @@ class Observer:
         self._values = values
         self._gradients = gradients
         self._thread = threading.get_ident()
+        self._watching = ExitStack()
         self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
         self._finite: tuple[int, torch.nn.Module | None, list[Line]] = (0, None, [])
         self._seen_at = 0
@@ -85,15 +86,11 @@ class Observer:
         self.entries: list[torch.Tensor] = []
 
     def __enter__(self) -> Observer:
-        self._handles = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, with_kwargs=True),
-        ]
+        self._watching.enter_context(watched_modules(self._enter_module, self._leave_module))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        for handle in self._handles:
-            handle.remove()
+        self._watching.close()
         return kind is Enough
 
     def look(self, batch: Any) -> None:
