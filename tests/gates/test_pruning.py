@@ -132,7 +132,11 @@ def test_an_optimizer_with_weight_decay_leaves_what_is_pruned_alone():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("keep", [False, lambda gradient: False, True, torch.tensor([True, False, True])], ids=str)
+@pytest.mark.parametrize(
+    "keep",
+    [False, lambda gradient: False, True, torch.tensor([True, False, True])],
+    ids=["shut", "shut by a function", "open", "a mask"],
+)
 def test_under_checkpoint(reentrant, keep):
     def part(x):
         return gg.gate(Counted.apply(x), keep) * w
