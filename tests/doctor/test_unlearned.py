@@ -103,7 +103,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # HERE
-        ctx.saved_tensors
+        assert ctx.saved_tensors
         return
 
 

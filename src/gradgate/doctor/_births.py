@@ -89,7 +89,6 @@ class Births:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inputs: list[torch.Tensor],
-        codes: list[int],
         result: Any,
         outputs: list[int],
         before: list[Mark | None] | None,
@@ -102,7 +101,6 @@ class Births:
             args: Its arguments.
             kwargs: Its keyword arguments.
             inputs: The tensors among them.
-            codes: Their values.
             result: What it gave.
             outputs: Its values.
             before: What was known of the memory that it wrote to.
@@ -120,7 +118,9 @@ class Births:
             kind = bad_kind(tensor)
             if kind is None:  # only the sum overflowed
                 continue
-            inherited = self._inherited(kind, inputs, codes, before, number)
+            # The running statistics of a batch norm are among its inputs, and have been written to by now.
+            read = inputs[:3] if "batch_norm" in operator.name else inputs
+            inherited = self._inherited(kind, read, before, number)
             if not inherited:
                 deliberate = kind == "inf" and has_infinite_argument(args, kwargs)
                 readable = [x for x in inputs if before is None]
@@ -131,9 +131,7 @@ class Births:
                 )
             self._marks[storage] = Mark(kind, value)
 
-    def _inherited(
-        self, kind: str, inputs: list[torch.Tensor], codes: list[int], before: list[Mark | None] | None, number: int
-    ) -> bool:
+    def _inherited(self, kind: str, inputs: list[torch.Tensor], before: list[Mark | None] | None, number: int) -> bool:
         """Tell whether an input had the same trouble already; note what came in from outside."""
         kinds = {mark.kind for mark in before or () if mark is not None}
         trace = self.tracer.trace
@@ -144,9 +142,8 @@ class Births:
                 continue
             kinds.add(found)
             value = self.tracer.values.of(tensor)
-            if mark is None and value in trace.roots:
+            if mark is None:
                 rows, shape = bad_rows(tensor), tuple(tensor.shape)
                 trace.bad.append(BadValue(found, "arrived", number, value, rows, shape, ""))
-            if mark is None:
                 self._marks[region_of(tensor).storage] = Mark(found, value)
         return kind in kinds or "nan" in kinds

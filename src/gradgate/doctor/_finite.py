@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gradgate._torch_compat import find_non_finite
+from gradgate._torch_compat import find_non_finite, undispatched
 
 __all__ = ["all_finite"]
 
@@ -33,7 +33,8 @@ def _all_finite_on(device: torch.device, tensors: list[torch.Tensor]) -> bool:
         _flags[device] = torch.zeros(1, device=device), torch.ones(1, device=device)
     found, one = _flags[device]
     try:
-        find_non_finite(tensors, found, one)
+        with undispatched():
+            find_non_finite(tensors, found, one)
     except RuntimeError:  # sparse, complex or overlapping gradients, or a device without this pass
         return all(bool(torch.isfinite(t.coalesce().values() if t.is_sparse else t).all()) for t in tensors)
     if found.item() == 0:

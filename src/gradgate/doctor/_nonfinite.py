@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gradgate._names import listed
 from gradgate.doctor._case import Case, finding_at
 from gradgate.doctor._trace import BadValue, Op
-from gradgate.doctor._traps import selecting_op
+from gradgate.doctor._traps import bare_value, selecting_op
 from gradgate.records import Finding, Severity
 
 __all__ = ["find_nonfinite"]
@@ -64,7 +64,7 @@ def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator
     behind = case.flow.sources(code >> 1 for backward in started for code in backward.values)
     births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
     wanted = "nan" if math.isnan(loss) else "inf"
-    births = [b for b in births if b.kind == wanted] or births
+    births = [cause for b in births if b.kind == wanted for cause in _causes(case, b, births)] or births
     for birth in _first_places(births):
         yield _finding(case, birth, severity, harm)
     if not births:
@@ -76,6 +76,13 @@ def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator
             reason=harm + " It was not seen where it was born.",
             fix=_NO_FIX,
         )
+
+
+def _causes(case: Case, birth: BadValue, births: list[BadValue]) -> list[BadValue]:
+    """Give what a NaN was made of: an Inf that was born before it, or came in where it was born; else itself."""
+    behind = case.flow.sources(code >> 1 for code in case.trace.ops[birth.op].inputs)
+    infinite = [b for b in births if b.kind == "inf" and b.value in behind]
+    return [b for b in infinite if b.stage == "forward" or b.op == birth.op] or [birth]
 
 
 def _behind_the_gradient(case: Case, hurt: list[str], births: list[BadValue]) -> Iterator[Finding]:
@@ -140,9 +147,10 @@ def _finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Find
     shown = where.expression if where is not None else op.operator.name
     word = _WORDS[birth.kind]
     if birth.stage == "arrived":
-        root = case.trace.roots[birth.value]
-        name = case.names.of_tensor(root.tensor) if root.tensor is not None else None
-        parameter = root.leaf and root.requires_grad
+        root = case.trace.roots.get(bare_value(case.flow, birth.value))
+        tensor = root.tensor if root is not None else None
+        name = case.names.of_tensor(tensor) if tensor is not None else None
+        parameter = root is not None and root.leaf and root.requires_grad
         what = f"{'the parameter' if parameter else 'the tensor'} {name or f'of shape {birth.shape}'}"
         return finding_at(
             where,

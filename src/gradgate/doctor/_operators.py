@@ -31,6 +31,7 @@ class Operator:
         view: Whether its results share memory with its arguments.
         silent: Whether its result need not be looked at.
         zeroes: Whether it writes zeros.
+        unscales: Whether it is GradScaler's look at the gradients.
         keeps_arguments: Whether the rules want to know its arguments that are not tensors.
     """
 
@@ -40,6 +41,7 @@ class Operator:
     view: bool
     silent: bool
     zeroes: bool
+    unscales: bool
     keeps_arguments: bool
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -95,5 +97,6 @@ def _describe(func: Any) -> Operator:
         view=bool(returns) and not written,
         silent=name in _SILENT or (space not in ("aten", "prims") and not schema.returns),
         zeroes=name in ("zero_", "_foreach_zero_"),
+        unscales=name == "_amp_foreach_non_finite_check_and_unscale_",
         keeps_arguments=name in _KEEPS_ARGUMENTS,
     )

@@ -208,7 +208,7 @@ class Tracer:
             )
         )
         if not operator.view and not operator.silent:
-            self.births.look(operator, number, args, kwargs, inputs, codes, result, outputs, bad_before)
+            self.births.look(operator, number, args, kwargs, inputs, result, outputs, bad_before)
         return result
 
     def _results(
@@ -238,6 +238,8 @@ class Tracer:
             self.saving.log_write(target, operator.name, spot, by_optimizer=False)
             if operator.zeroes:
                 self.reuse.zero(target)
+        if operator.unscales:
+            self.trace.scaled = True
             written.append(target)
         return written
 

@@ -13,7 +13,7 @@ from gradgate.doctor._flow import Flow
 from gradgate.doctor._trace import Op
 from gradgate.records import Finding
 
-__all__ = ["find_traps", "selecting_op"]
+__all__ = ["bare_value", "find_traps", "selecting_op"]
 
 _SELECTING = {
     "where",
@@ -125,24 +125,32 @@ def _guards(flow: Flow, test: Op, risky: Op, path: tuple[int, ...]) -> bool:
     """Tell whether a test is about the very value that a risky operation reads, or about what it gave."""
     name = risky.operator.name.removesuffix("_")
     read = risky.inputs[1 if name == "div" else 0] >> 1
-    tested = {_bare(flow, code >> 1) for code in test.inputs}
+    tested = {bare_value(flow, code >> 1) for code in test.inputs}
     if test.operator.name in _ASKING:
-        return bool(tested & {_bare(flow, value) for value in (*path, read)})
-    if _bare(flow, read) not in tested:
+        return bool(tested & {bare_value(flow, value) for value in (*path, read)})
+    if bare_value(flow, read) not in tested:
         return False
     limits = [a for a in test.arguments if isinstance(a, (int, float)) and not isinstance(a, bool)]
     edges = _EDGES[name]
     return not edges or any(abs(limit - edge) <= _NEAR for limit in limits for edge in edges)
 
 
-def _bare(flow: Flow, value: int) -> int:
-    """Give the value that a value is a view or the magnitude of."""
+def bare_value(flow: Flow, value: int) -> int:
+    """Give the value that a value is a view or the magnitude of.
+
+    Args:
+        flow: The flow of values.
+        value: A value.
+
+    Returns:
+        The value beneath.
+    """
     for _ in range(6):
         number = flow.maker.get(value)
         if number is None:
             break
         op = flow.trace.ops[number]
-        if not (op.operator.view or op.operator.name == "abs") or not op.inputs:
+        if not (op.operator.view or op.operator.name in ("abs", "lift_fresh")) or not op.inputs:
             break
         value = op.inputs[0] >> 1
     return value
