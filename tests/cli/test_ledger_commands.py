@@ -7,9 +7,11 @@ import math
 import time
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import gradgate
+from gradgate._payload import encode
 from gradgate.cli import _output, main
 from gradgate.ledger import Ledger
 from tests.ledger.made import incident
@@ -120,6 +122,25 @@ def test_sql(path):
         "ledger", "sql", path, "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x FROM n) SELECT max(x) FROM n",
         "--seconds", "0.05", code=1,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entry", "exception_type", "code", "verdict"),
+    [
+        ("torch:sum", "builtins.ValueError", 0, "passes"),
+        ("torch:linalg.inv", "torch._C._LinAlgError", 3, "same"),
+        ("torch:linalg.inv", "builtins.ValueError", 4, "another"),
+    ],
+)
+def test_replay_ends_with_its_verdict(tmp_path, entry, exception_type, code, verdict):
+    with Ledger(tmp_path / "run.ledger", payload=True) as ledger:
+        bad = incident("a", exception_type=exception_type, message="linalg.inv: (Batch element 0): The diagonal")
+        ledger.record(bad, encode(torch.zeros(1, 2, 2)))
+    told = run("replay", ledger.path, bad.id[:8], "--entry", entry, "--json", code=code)
+    assert json.loads(told)["verdict"] == verdict
+    assert "Sample 'a' failed in forward." in run("replay", ledger.path, bad.id, "--entry", entry, code=code)
+    file = tmp_path / "test_a.py"
+    assert f"written: {file}" in run("replay", ledger.path, bad.id, "--entry", entry, "--as-test", file, code=code)
 
 
 # --- what is wrong is told, without a traceback --------------------------------------------------------------------
