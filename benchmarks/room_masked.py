@@ -184,6 +184,18 @@ ROWS = [
     ),
     *[_against_plain(name, (1000, 1000), goal) for name, goal in ROW_GOALS.items()],
     *[_against_plain(name, (10000, 1000), ROW_GOALS[name]) for name in ("amax", "var", "softmax", "logsumexp")],
+    *[
+        Row(
+            "masked",
+            f"{name} of {n:.0e} elements against torch.masked",
+            partial(two_peers, getattr(torch, name), getattr(masked, name), getattr(torch.masked, name), (n,)),
+            OURS,
+            TORCH_MASKED,
+            at_least=8.0,
+        )
+        for n in (10**6, 10**7)
+        for name in ("mean", "sum")
+    ],
     *[_against_torch_masked(name, (1000, 1000), TIMES_FASTER.get(name, 1.0)) for name in ALONG_ROWS],
     *[_against_torch_masked(name, (10, 100), 1.0) for name in ALONG_ROWS],
 ]

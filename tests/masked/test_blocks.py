@@ -14,6 +14,7 @@ from tests import witness
 from tests.masked.laws import BY_NAME, SMOOTH
 from tests.masked.test_laws import GARBAGE, masked_values, soiled
 
+TRACED = ("sum", "mean", "var 1", "std 1", "amax", "median", "norm 2", "logsumexp", "softmax", "cumsum")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -88,6 +89,16 @@ def test_both_ways_agree_on_large_tensors(shape):
             assert (ours[1][0][~keep] == 0).all()
 
 
+@pytest.mark.parametrize("promise", ["compile", "vmap", "func_grad", "jvp", "fake"])
+@pytest.mark.parametrize("law", [BY_NAME[n] for n in TRACED], ids=lambda law: law.name)
+def test_what_traces_takes_the_plain_way_whatever_the_size(law, promise):
+    x = torch.tensor([[0.5, -1.5, 2.5, 0.25], [1.75, 3.0, -0.75, 1.0], [2.0, -2.25, 4.0, 1.5]], dtype=torch.float64)
+    keep = torch.tensor([[True, True, False, True], [False] * 4, [True, True, True, False]])
+    blocks, no_small = tiny_blocks()
+    with blocks, no_small:
+        witness.CHECKS[promise](lambda x, k: law.fn(x, 1, keep=k), lambda x, k: law.oracle(x, k, 1), [x, keep])
+
+
 def test_a_batch_of_gradients_takes_the_plain_way_back():
     """torch.autograd.grad(is_grads_batched=True) is vmap over backward."""
     x, keep = torch.randn(2, 9, requires_grad=True), torch.rand(2, 9) < 0.6
@@ -115,3 +126,31 @@ def test_the_saved_mask_is_guarded_against_edits():
     keep.fill_(True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -1.5, 3e38])
+@pytest.mark.parametrize(("shape", "dim"), [((300_001,), None), ((301, 999), 1), ((999, 301), 0), ((2, 150_001), 1)])
+def test_garbage_changes_no_bit_of_large_tensors(shape, dim, garbage):
+    x, keep = torch.randn(shape), torch.rand(shape) < 0.7
+    for name in ("sum", "mean", "var 1", "amax", "amin", "softmax", "logsumexp", "median", "norm 2"):
+        fn = lambda x: BY_NAME[name].fn(x, dim, keep=keep)  # noqa: B023, E731
+        clean = witness.value_and_gradients(fn, [soiled(x, keep, 0.0)])
+        dirty = witness.value_and_gradients(fn, [soiled(x, keep, garbage)])
+        witness.assert_same(dirty[0] + dirty[1], clean[0] + clean[1], what=name, exact=True)
+
+
+def test_a_view_whose_bits_are_not_its_values():
+    x = torch.randn(20_000, dtype=torch.complex64).conj()
+    keep = torch.rand(20_000) < 0.5
+    torch.testing.assert_close(masked.sum(x, keep=keep), x[keep].sum(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(masked.amax(x.imag, keep=keep), x.imag[keep].amax())
+
+
+def test_autocast_changes_nothing():
+    x, keep = torch.randn(20_000), torch.rand(20_000) < 0.7
+    for name in ("sum", "mean", "var 1", "amax", "softmax", "logsumexp"):
+        fn = lambda x: BY_NAME[name].fn(x, None, keep=keep)  # noqa: B023, E731
+        plain = witness.value_and_gradients(fn, [x])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = witness.value_and_gradients(fn, [x])
+        witness.assert_same(mixed[0] + mixed[1], plain[0] + plain[1], what=name, exact=True)

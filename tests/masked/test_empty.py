@@ -92,6 +92,9 @@ def test_dims_that_are_not_there():
         masked.mean(X, 2)
     with pytest.raises(ArgumentValueError, match=r"`dim` \(0, -2\) names a dimension twice"):
         masked.mean(X, (0, -2))
+    for dim in ("rows", 1.0, torch.tensor(1), (0, None)):
+        with pytest.raises(ArgumentTypeError, match="dimensions are counted"):
+            masked.mean(X, dim)
     assert masked.mean(X, ()) == X.mean(())
 
 
@@ -106,7 +109,9 @@ def test_kinds_that_a_function_does_not_take():
 def test_interpolation_and_q_are_checked():
     with pytest.raises(ArgumentValueError, match="it is one of linear, lower, higher, midpoint, nearest"):
         masked.median(X, interpolation="upper")
-    with pytest.raises(ArgumentValueError, match=r"`q` has 95\.0"):
+    with pytest.raises(ArgumentTypeError, match="`q` has the str 'a'"):
+        masked.quantile(X, "a")
+    with pytest.raises(ArgumentValueError, match="`q` has 95"):
         masked.quantile(X, 95)
     with pytest.raises(ArgumentValueError, match="room for one dimension of them"):
         masked.quantile(X, torch.zeros(2, 2))

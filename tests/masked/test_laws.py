@@ -12,7 +12,7 @@ from tests.masked.laws import LAWS, SMOOTH
 
 every_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 every_smooth_law = pytest.mark.parametrize("law", SMOOTH, ids=lambda law: law.name)
-few = settings(max_examples=30)
+few = settings(max_examples=20)
 
 GARBAGE = (math.nan, math.inf, -math.inf, 3e38, 0.0, -0.0)
 

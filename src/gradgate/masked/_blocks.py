@@ -91,18 +91,19 @@ def distances(x: torch.Tensor, mask: torch.Tensor, center: torch.Tensor, factor:
 # --- reductions -----------------------------------------------------------------------------------------------------
 
 
-def sums(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sums(x: torch.Tensor, mask: torch.Tensor, counted: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Add up what is kept and count it.
 
     Args:
         x: The values.
         mask: A boolean mask of the same shape.
+        counted: Whether the numbers are wanted.
 
     Returns:
-        The sums, in float32 for halves, and the numbers, both of shape (outer, inner).
+        The sums, in float32 for halves, and the numbers, both of shape (outer, inner); without numbers the sums twice.
     """
-    total, number = _reduced(_sums_of_pieces, x, mask)
-    return total, number
+    results = _reduced(_sums_of_pieces if counted else _totals_of_pieces, x, mask)
+    return results[0], results[-1]
 
 
 def squares(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,23 +154,32 @@ def _reduced(
     return results
 
 
-def _sums_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.float32 if x.element_size() == 2 else x.dtype
+def _totals_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
     if x.numel() <= BLOCK and not exact:  # one piece, without ceremony
+        return (_weighed_sum(x, mask.view(torch.uint8).to(x.dtype)),)
+    return (combined([_weighed_sum(*piece) for piece in _weighed(x, mask, exact)], x, torch.sum),)
+
+
+def _sums_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
+    if x.numel() <= BLOCK and not exact:
         weights = mask.view(torch.uint8).to(x.dtype)
-        number = weights.sum(1, dtype=wide)
-        return _weighed_sum(x, weights, wide), number
+        number = weights.sum(1, dtype=_wide(x))
+        return _weighed_sum(x, weights), number
     results, numbers = [], []
     for source, weights in _weighed(x, mask, exact):
-        numbers.append(weights.sum(1, dtype=wide))
-        results.append(_weighed_sum(source, weights, wide))
+        numbers.append(weights.sum(1, dtype=_wide(x)))
+        results.append(_weighed_sum(source, weights))
     return combined(results, x, torch.sum), combined(numbers, x, torch.sum, torch.int64)
 
 
-def _weighed_sum(x: torch.Tensor, weights: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    if x.shape[0] == x.shape[2] == 1 and wide is x.dtype:  # one slice: multiplied and added in one go
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.element_size() == 2 else x.dtype
+
+
+def _weighed_sum(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] == x.shape[2] == 1 and x.element_size() > 2:  # one slice: multiplied and added in one go
         return torch.dot(x.view(-1), weights.view(-1)).view(1, 1)
-    return weights.mul_(x).sum(1, dtype=wide)
+    return weights.mul_(x).sum(1, dtype=_wide(x))
 
 
 def _squares_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:

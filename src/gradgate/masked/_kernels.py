@@ -35,10 +35,11 @@ def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor) -> bool:
     """
     return (
         x.numel() >= SMALL
+        and may_look(x, mask)
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.layout is torch.strided
+        and not (x.is_conj() or x.is_neg())  # their bits are not their values
         and x.element_size() in _blocks.LANES
-        and may_look(x, mask)
     )
 
 
@@ -52,7 +53,7 @@ def may_look(x: torch.Tensor, mask: torch.Tensor) -> bool:
     Returns:
         True for real values on the CPU while nothing traces.
     """
-    return x.is_cpu and mask.is_cpu and not is_traced() and has_data(x, mask)
+    return not is_traced() and x.is_cpu and mask.is_cpu and has_data(x, mask)
 
 
 def recorded(x: torch.Tensor) -> bool:
@@ -100,13 +101,15 @@ def counts(mask: torch.Tensor, shape: torch.Size, dims: Dims, keepdim: bool) -> 
         The numbers, int64.
     """
     mask = mask if mask.shape == shape else mask.expand(shape)
-    if mask.numel() >= SMALL and mask.is_cpu and not is_traced() and has_data(mask):
+    if mask.numel() >= SMALL and may_look(mask, mask):
         # Bytes are added much quicker than bools, and 32 bits quicker than 64.
         return mask.view(torch.uint8).sum(dims, keepdim=keepdim, dtype=torch.int32).long()
     return mask.sum(dims, keepdim=keepdim)
 
 
-def sums(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def sums(
+    x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool, counted: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Add up what is kept, and count it.
 
     Args:
@@ -114,17 +117,18 @@ def sums(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool) -> tupl
         mask: A boolean mask that broadcasts to x.
         dims: What is reduced.
         keepdim: Whether reduced dimensions stay with size 1.
+        counted: Whether the numbers are wanted.
 
     Returns:
-        The sums, in float32 for halves, and the numbers.
+        The sums, in float32 for halves, and the numbers; without them, the sums again.
     """
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
         grouped = _grouped(x, dims), _grouped(mask.expand(x.shape), dims)
-        total, number = apply_function(_Sums, *grouped) if recorded(x) else _blocks.sums(*grouped)
+        total, number = apply_function(_Sums, *grouped, counted) if recorded(x) else _blocks.sums(*grouped, counted)
         return _shaped(total, x, dims, keepdim), _shaped(number, x, dims, keepdim)
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
     total = fill(x, mask, 0).sum(dims, keepdim=keepdim, dtype=wide)
-    return total, counts(mask, x.shape, dims, keepdim)
+    return total, counts(mask, x.shape, dims, keepdim) if counted else total
 
 
 def squares(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,16 +277,17 @@ class _Fill(torch.autograd.Function):
 
 class _Sums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, counted: bool) -> Any:
         ctx.save_for_backward(mask)
         ctx.dtype = x.dtype
-        total, number = _blocks.sums(x, mask)
+        total, number = _blocks.sums(x, mask, counted)
+        number = number if counted else number.detach().clone()
         ctx.mark_non_differentiable(number)
         return total, number
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _expanded(gradients[0].to(ctx.dtype), ctx.saved_tensors[0]), None
+        return _expanded(gradients[0].to(ctx.dtype), ctx.saved_tensors[0]), None, None
 
 
 class _Expand(torch.autograd.Function):
@@ -293,7 +298,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        total, _ = sums(gradients[0], ctx.saved_tensors[0], (1,), False)
+        total, _ = sums(gradients[0], ctx.saved_tensors[0], (1,), False, counted=False)
         return total.to(gradients[0].dtype), None
 
 
@@ -312,7 +317,7 @@ class _Squares(torch.autograd.Function):
         if not torch.is_grad_enabled() and goes_by_blocks(x, factor):
             return _blocks.distances(x, mask, center, factor), None
         kept = fill(x, mask, 0)
-        center = sums(kept, mask, (1,), False)[0] / number.clamp(min=1)
+        center = sums(kept, mask, (1,), False, counted=False)[0] / number.clamp(min=1)
         return fill((kept - center.unsqueeze(1)) * factor.unsqueeze(1), mask, 0), None
 
 

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from gradgate._names import describe, listed
-from gradgate.errors import ArgumentValueError
-from gradgate.masked._kernels import fill, may_look
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.masked._kernels import counts, fill, may_look
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
 
@@ -147,12 +147,12 @@ def _selected(slices: Slices, interpolation: Interpolation) -> tuple[torch.Tenso
     x, mask = slices.x, slices.full_mask()
     filled, number = fill(x.detach(), mask, math.nan), slices.number()
     low, index = (found.unsqueeze(-1) for found in filled.nanmedian(-1))
-    poisoned = filled.isnan().sum(-1) > x.shape[-1] - number
+    poisoned = counts(filled.isnan(), x.shape, slices.dims, False) > x.shape[-1] - number
     result = x.gather(-1, index).squeeze(-1)
     if interpolation == "midpoint":
         # The other one in the middle is the next larger one, unless there are so many equal to the lower one.
         above = filled > low
-        alone = (number % 2 == 1) | (2 * (number - above.sum(-1)) > number)
+        alone = (number % 2 == 1) | (2 * (number - counts(above, x.shape, slices.dims, False)) > number)
         other = torch.where(alone.unsqueeze(-1), index, fill(filled, above, math.inf).argmin(-1, keepdim=True))
         result = result * 0.5 + x.gather(-1, other).squeeze(-1) * 0.5
     return torch.where(poisoned, math.nan, result), number
@@ -169,11 +169,17 @@ def _levels(q: float | Sequence[float] | torch.Tensor, slices: Slices) -> tuple[
             )
         return q.dim() == 1, q.to(slices.x.device, torch.float64).reshape(-1)
     several = not isinstance(q, int | float)
-    wanted = [float(level) for level in q] if several else [float(q)]  # type: ignore[union-attr, arg-type]
+    wanted = list(q) if several and not isinstance(q, str) else [q]  # type: ignore[arg-type]
     for level in wanted:
+        if not isinstance(level, int | float):
+            raise ArgumentTypeError(
+                f"{slices.function}(): `q` has {describe(level)}.",
+                why="a quantile is a number from 0 to 1, or several of them.",
+                fix="q=0.5, or q=[0.25, 0.75]",
+            )
         if not 0 <= level <= 1:
             raise ArgumentValueError(
-                f"{slices.function}(): `q` has {level}.",
+                f"{slices.function}(): `q` has {level!r}.",
                 why="a quantile is a share of the elements, from 0 (the smallest) to 1 (the largest).",
                 fix=f"q={level / 100 if 1 < level <= 100 else 0.5}",
             )

@@ -218,9 +218,15 @@ def _dims(x: torch.Tensor, dim: Dim, function: str) -> tuple[int, ...]:
     rank = x.dim()
     if dim is None:
         return tuple(range(rank))
-    wanted = (dim,) if isinstance(dim, int) else tuple(dim)
+    wanted = tuple(dim) if isinstance(dim, list | tuple | torch.Size | range) else (dim,)
     found = []
     for d in wanted:
+        if not isinstance(d, int):
+            raise ArgumentTypeError(
+                f"{function}(): `dim` has {describe(d)}.",
+                why="dimensions are counted: an int, several of them, or None for all.",
+                fix="dim=-1, dim=(0, 1), or dim=None",
+            )
         # torch lets a 0-dim tensor be reduced along dim 0 or -1, as if it had one.
         if not -max(rank, 1) <= d < max(rank, 1):
             raise ArgumentIndexError(

@@ -50,8 +50,8 @@ def sum(
     slices = slices_of(x, dim, keep, exclude, function="masked.sum", keepdim=keepdim, empty=empty, dtype=dtype)
     if slices.mask is None or not slices.x.is_floating_point():
         return slices.settle(slices.filled(0).sum(slices.dims, keepdim=keepdim, dtype=dtype), natural=0)
-    total, number = sums(slices.x, slices.mask, slices.dims, keepdim)
-    return slices.settle(total.to(slices.x.dtype), natural=0, number=number)
+    result, number = sums(slices.x, slices.mask, slices.dims, keepdim, counted=empty is not ...)
+    return slices.settle(result.to(slices.x.dtype), natural=0, number=number)
 
 
 def prod(
