@@ -187,6 +187,8 @@ class Recovery:
             rows = listed([drop.row for drop in result.dropped])
             evidence = f"without the bad samples (rows {rows}) the batch cannot run either: {evidence}"
         if fault.error is None:
+            if spoilt := self.state.spoilt_parameters():
+                evidence = f"{evidence}; parameters are not finite themselves: {listed(spoilt, 3)}"
             raise TooManyBadSamples(
                 f"Guard: {fault.message} in a batch of {self.size} samples; {evidence}.",
                 why="a fault that no sample can be blamed for is in the code, the weights or the learning rate; "

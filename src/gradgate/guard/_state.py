@@ -45,9 +45,10 @@ class TrainingState:
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Take in parameters that a step is about to train although no guarded module owns them."""
         known = set(self.parameters)
-        self._extra = [parameter for parameter in parameters if parameter not in known]
-        self.parameters += self._extra
-        self._lay_aside(self._extra)
+        strangers = [parameter for parameter in parameters if parameter not in known]
+        self._extra += strangers
+        self.parameters += strangers
+        self._lay_aside(strangers)
 
     def remember(self) -> None:
         """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied."""
@@ -137,11 +138,19 @@ class TrainingState:
 
     def written_parameters(self, marks: list[tuple[int, int]]) -> list[str]:
         """Name the parameters that were written since the marks were taken."""
-        if marks == self.parameter_marks():
+        now = zip(self.parameters, marks, self.parameter_marks(), strict=False)  # more may have been taken in
+        return self._names(parameter for parameter, before, after in now if before != after)
+
+    def spoilt_parameters(self) -> list[str]:
+        """Name the parameters that are not finite."""
+        return self._names(p for p in self.parameters if not bool(torch.isfinite(p.detach()).all()))
+
+    def _names(self, parameters: Iterable[torch.nn.Parameter]) -> list[str]:
+        chosen = list(parameters)
+        if not chosen:
             return []
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
-        now = zip(self.parameters, marks, self.parameter_marks(), strict=True)
-        return [names.get(id(parameter), "a parameter") for parameter, before, after in now if before != after]
+        return [names.get(id(parameter), "a parameter") for parameter in chosen]
 
 
 def _without_repeats(buffer: torch.Tensor) -> torch.Tensor:
