@@ -62,3 +62,12 @@ average: torch.Tensor = masked.mean(x, dim=(0, 1), keepdim=True, keep=x > 0, exc
 deviation: torch.Tensor = gg.masked.std(x, -1, correction=0, exclude={255}, empty=0.0)
 levels: torch.Tensor = masked.quantile(x, [0.1, 0.9], dim=1, exclude=float("nan"), interpolation="nearest")
 normed: torch.Tensor = masked.batch_norm(x, None, None, training=True, keep=x > 0)
+
+guard: gg.Guard = gg.Guard([last, network], ledger="run.ledger", catch=ValueError, max_bad=0.1, patience=5)
+step: gg.guard.Step = guard.step(
+    {"x": x}, lambda batch: last(batch["x"]).mean(), ids=range(2), scaler=torch.amp.GradScaler("cpu")
+)
+rows_kept: list[int] = step.kept
+reasons: tuple[gg.Incident, ...] = step.dropped
+outputs, real = guard.forward(last, x, fill_value=0.0, ids=["a", "b"])
+text: str = str(guard.summary())
