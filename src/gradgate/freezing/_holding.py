@@ -139,18 +139,17 @@ class Hold(Watcher):
 
     def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Take the gradient away, or set the frozen values aside."""
+        if self.freezes:
+            parameter.grad = None
+            if skips_missing_gradients(type(optimizer)):
+                return
+        elif self._hook is None:  # the gradient did not come from a backward that we could listen to
+            self._listen(parameter)
+            self.mask_gradient(parameter)
         if optimizer not in self._met:
             self._met.add(optimizer)
             self._quiet(parameter, optimizer)
-        if self.freezes:
-            parameter.grad = None
-            if not skips_missing_gradients(optimizer):
-                self._keep(parameter)
-        else:
-            if self._hook is None:  # the gradient did not come from a backward that we could listen to
-                self._listen(parameter)
-                self.mask_gradient(parameter)
-            self._keep(parameter)
+        self._keep(parameter)
 
     def before_evaluation(self, parameter: torch.Tensor) -> None:
         """Show the closure the frozen values, whatever the step has done so far."""

@@ -27,12 +27,11 @@ def watch_steps() -> None:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-def skips_missing_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer is known to leave parameters alone that have no gradient.
+def skips_missing_gradients(kind: type[torch.optim.Optimizer]) -> bool:
+    """Tell whether a class of optimizers is known to leave parameters alone that have no gradient.
 
     All of torch's do but L-BFGS, which steps along one direction for all parameters. Of others nothing is known.
     """
-    kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
 
 
