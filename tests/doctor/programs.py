@@ -76,10 +76,10 @@ def check_faulty(code, program):
     diagnosis = examine(program)
     found = [finding for finding in diagnosis.findings if finding.code == code]
     assert found, f"{code} not found, but: {diagnosis}"
-    finding = found[0]
+    here = marked(program, "HERE")
+    finding = next((finding for finding in found if finding.where in here), found[0])
     assert finding.title
     assert finding.reason
-    here = marked(program, "HERE")
     if here:
         assert finding.where in here, str(diagnosis)
         assert finding.source

@@ -179,6 +179,6 @@ def _moves_statistics(case: Case, op: Op) -> bool:
     module = op.module
     if op.records or op.operator.name not in _BATCH_NORMS or not isinstance(module, _BATCHNORMS):
         return False
-    # Without momentum the statistics are a plain mean over batches: that is a recalibration, and meant.
-    learns = module.training and module.track_running_stats and module.momentum is not None
+    # Another momentum than its own is a recalibration (`update_bn`), and meant.
+    learns = True in op.arguments and module.track_running_stats and module.momentum in op.arguments
     return bool(learns) and not case.flow.is_inside_function(op)

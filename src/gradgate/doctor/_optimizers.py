@@ -42,7 +42,7 @@ def _not_held(case: Case) -> Iterator[Finding]:
     missing = [name for name, p in case.parameters.items() if case.gradient(p).present and id(p) not in held]
     if missing:
         # It may belong to an optimizer that takes its step elsewhere.
-        everybody = [x for x in gc.get_objects() if isinstance(x, torch.optim.Optimizer)]
+        everybody = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
         held = _held_by(everybody)
         missing = [name for name in missing if id(case.parameters[name]) not in held]
     if missing:

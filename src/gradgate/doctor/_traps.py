@@ -6,6 +6,7 @@ It is recognised by its structure, before it bites: a guard (`x > 0`) on the ver
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gradgate.doctor._case import Case, finding_at
@@ -29,7 +30,7 @@ _SELECTING = {
 _GUARDING = {"where", "masked_fill", "masked_fill_", "index_put", "index_put_", "nan_to_num"}
 _COMPARING = {"gt", "ge", "lt", "le", "eq", "ne"}
 _ASKING = {"isnan", "isinf", "isfinite"}
-_JOINING = {"logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not"}
+_JOINING = {"mul", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not"}
 # Where each operation has no finite derivative, and which of its arguments that is about.
 _EDGES: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("sqrt", "log", "log2", "log10", "rsqrt", "reciprocal", "div", "pow"), (0.0,)),
@@ -126,11 +127,12 @@ def _guards(flow: Flow, test: Op, risky: Op, path: tuple[int, ...]) -> bool:
     name = risky.operator.name.removesuffix("_")
     read = risky.inputs[1 if name == "div" else 0] >> 1
     tested = {bare_value(flow, code >> 1) for code in test.inputs}
-    if test.operator.name in _ASKING:
+    limits = [a for a in test.arguments if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    if test.operator.name in _ASKING or not all(map(math.isfinite, limits)) or len(test.inputs) > 1:
+        # `isfinite(y)`, which is `y == y` and `abs(y) != inf`: a question about the result.
         return bool(tested & {bare_value(flow, value) for value in (*path, read)})
     if bare_value(flow, read) not in tested:
         return False
-    limits = [a for a in test.arguments if isinstance(a, (int, float)) and not isinstance(a, bool)]
     edges = _EDGES[name]
     return not edges or any(abs(limit - edge) <= _NEAR for limit in limits for edge in edges)
 

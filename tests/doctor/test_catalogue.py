@@ -1,0 +1,37 @@
+"""Every kind of finding has at least three faulty programs and two healthy look-alikes, and its code is unique."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import gradgate.doctor
+from tests.doctor import (  # noqa: F401 - each fills the tables
+    quiet,
+    test_cuts,
+    test_modes,
+    test_nonfinite,
+    test_optimizers,
+    test_overwrites,
+    test_second_backward,
+    test_traps,
+    test_unlearned,
+    test_zeros,
+)
+from tests.doctor.programs import FAULTY, HEALTHY, check_healthy
+
+SOURCES = [path.read_text() for path in Path(gradgate.doctor.__file__).parent.glob("*.py")]
+CODES = sorted({code for source in SOURCES for code in re.findall(r'"(GG\d{3})"', source)})
+# What is not a finding about a step of the user: notes, and what only says that the step raised or did not repeat.
+OTHERS = {"GG001", "GG002", "GG003", "GG004", "GG005"}
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if code not in OTHERS])
+def test_it_has_programs(code):
+    assert len(FAULTY[code]) >= 3
+    assert len(HEALTHY[code]) >= 2
+
+
+@pytest.mark.parametrize("program", [quiet.blocks_and_decorators, quiet.a_function_of_the_same_name])
+def test_no_false_alarm(program):
+    check_healthy(program)
