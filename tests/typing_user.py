@@ -71,3 +71,9 @@ rows_kept: list[int] = step.kept
 reasons: tuple[gg.Incident, ...] = step.dropped
 outputs, real = guard.forward(last, x, fill_value=0.0, ids=["a", "b"])
 text: str = str(guard.summary())
+
+images: torch.utils.data.Dataset[torch.Tensor] = torch.utils.data.Dataset()
+loader: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(images)
+for batch in gg.resilient(loader, refill=True, ledger="run.ledger"):
+    size: int = batch.shape[0]
+left_out: tuple[gg.Incident, ...] = gg.resilient(loader).incidents

@@ -346,3 +346,48 @@ def test_a_marker_can_be_pickled():
     assert again.incident == bad.incident
     assert again.index == 1
     assert type(again.exception) is OSError
+
+
+# --- limits --------------------------------------------------------------------------------------------------------
+
+
+class Whole(Numbers):
+    def __getitem__(self, indices):
+        return torch.stack([super(Whole, self).__getitem__(index) for index in indices])
+
+
+def test_a_list_that_is_loaded_as_a_whole_is_one_sample():
+    batches = BatchSampler(range(6), 2, drop_last=False)
+    loader = gg.resilient(DataLoader(Whole(6, {3}), batch_size=None, sampler=batches))
+    assert given(loader) == [[0, 1], [4, 5]]
+    assert bad_ids(loader) == ["[2, 3]"]
+
+
+class Counted(Numbers):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.loads = torch.zeros(self.size, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index):
+        self.loads[index] += 1
+        return super().__getitem__(index)
+
+
+def test_refill_loads_again_what_was_prefetched():
+    dataset = Counted(12, {1})
+    assert given(gg.resilient(DataLoader(dataset, batch_size=3, num_workers=1, prefetch_factor=2), refill=True))[0] == [
+        0,
+        2,
+        3,
+    ]
+    assert dataset.loads[0] == 2
+    assert dataset.loads.max() == 2
+    assert dataset.loads[-1] == 1
+    dataset = Counted(12, {1})
+    run(gg.resilient(DataLoader(dataset, batch_size=3, num_workers=1)))
+    assert dataset.loads.tolist() == [1] * 12
+
+
+def test_a_rank_may_have_a_batch_less():
+    ranks = [gg.resilient(DataLoader(Numbers(8, {0, 2}), batch_size=2, sampler=range(rank, 8, 2))) for rank in range(2)]
+    assert [len(given(loader)) for loader in ranks] == [1, 2]

@@ -49,7 +49,7 @@ def collate(samples: Sequence[Any], collate_fn: Collate | None = None) -> Any:
 
 
 def collate_what_fits(
-    samples: Sequence[Any], indices: Sequence[Any], collate_fn: Collate, catch: Catch
+    samples: list[Any], indices: Sequence[Any], collate_fn: Collate, catch: Catch
 ) -> tuple[Any, dict[int, BadSample]]:
     """Collate a batch; if that fails, without the samples that are to blame.
 
@@ -62,12 +62,14 @@ def collate_what_fits(
     Returns:
         The batch (None if nothing is left), and the markers of the bad ones by row.
     """
+    try:
+        return collate_fn(samples), {}
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except catch as error:
+        whole = error
     trial = _Trial(samples, collate_fn, catch)
     rows = list(range(len(samples)))
-    if trial.works(rows):
-        return trial.batch, {}
-    whole = trial.error
-    assert whole is not None
     kept = _fitting(trial, rows)
     batch = None
     if kept:
@@ -89,7 +91,6 @@ class _Trial:
         self._collate = collate_fn
         self._catch = catch
         self.batch: Any = None
-        self.error: Exception | None = None
         self.alone: dict[int, Exception] = {}
 
     def works(self, rows: Sequence[int]) -> bool:
@@ -98,7 +99,6 @@ class _Trial:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except self._catch as error:
-            self.error = error
             if len(rows) == 1:
                 self.alone[rows[0]] = error
             return False

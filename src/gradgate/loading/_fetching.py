@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from gradgate.loading._collating import collate_what_fits
 from gradgate.loading._datasets import Around, steps
-from gradgate.loading._markers import BadSample, Catch, attempt
+from gradgate.loading._markers import BadSample, Catch, attempt, attempt_all
 
 __all__ = ["Fetched", "FetchingDataset", "FetchingStream", "Gather", "Report"]
 
@@ -55,8 +55,7 @@ class FetchingDataset(Around, Dataset[Any]):
             samples = attempt(lambda: list(together(indices)), None, self._catch)
             if not isinstance(samples, BadSample) and len(samples) == len(indices):
                 return Fetched(indices, samples)
-        get, catch = self._dataset.__getitem__, self._catch
-        return Fetched(indices, [attempt(lambda: get(index), index, catch) for index in indices])  # noqa: B023
+        return Fetched(indices, attempt_all(self._dataset.__getitem__, indices, self._catch))
 
 
 class FetchingStream(Around, IterableDataset[Any]):
@@ -105,15 +104,16 @@ class Gather:
                 [sample for one in fetched for sample in one.samples],
                 [bad for one in fetched for bad in one.skipped],
             )
-        bad = {row: sample for row, sample in enumerate(fetched.samples) if isinstance(sample, BadSample)}
-        good = [row for row in range(len(fetched.samples)) if row not in bad] if bad else range(len(fetched.samples))
+        samples, indices = fetched.samples, fetched.indices
+        bad = {row: sample for row, sample in enumerate(samples) if isinstance(sample, BadSample)}
+        rows: Sequence[int] = range(len(samples))
+        if bad:
+            rows = [row for row in rows if row not in bad]
+            samples, indices = [samples[row] for row in rows], [indices[row] for row in rows]
         batch = None
-        if good:
-            samples = [fetched.samples[row] for row in good] if bad else fetched.samples
-            batch, blamed = collate_what_fits(
-                samples, [fetched.indices[row] for row in good], self._collated, self._catch
-            )
-            bad |= {good[row]: marker for row, marker in blamed.items()}
+        if samples:
+            batch, blamed = collate_what_fits(samples, indices, self._collated, self._catch)
+            bad |= {rows[row]: marker for row, marker in blamed.items()}
         return batch, Report(fetched.indices, bad, fetched.skipped)
 
     def _collated(self, samples: list[Any]) -> Any:

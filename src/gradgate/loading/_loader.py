@@ -13,7 +13,7 @@ from gradgate.errors import ArgumentTypeError, ArgumentValueError, TooManyBadSam
 from gradgate.loading._fetching import FetchingDataset, FetchingStream, Gather, Report
 from gradgate.loading._markers import BadSample, Catch
 from gradgate.loading._recording import Recorder
-from gradgate.loading._refilling import Refilling, Requests
+from gradgate.loading._refilling import Asked, Refilling, Requests
 from gradgate.records import Incident
 
 __all__ = ["ResilientLoader"]
@@ -118,8 +118,23 @@ class ResilientLoader(Generic[Batch]):
 
     def _is_ready(self, report: Report, requests: Requests | None, tally: _Tally, step: int) -> bool:
         """Write down what is bad about a batch; tell whether the rest of it is to be given out."""
-        rows = list(report.bad)
         asked = None if requests is None else requests.received()
+        if report.bad or report.skipped:
+            self._write_down(report, requests, asked, tally, step)
+        else:
+            tally.reset()
+        if requests is not None and asked is not None and not requests.settles(asked, bool(report.bad)):
+            return False
+        good = len(report.indices) - len(report.bad)
+        if not good:
+            self.skipped += 1 if report.indices else 0
+            return False
+        return not (self._refill and self._loader.drop_last and good < self._size)
+
+    def _write_down(
+        self, report: Report, requests: Requests | None, asked: Asked | None, tally: _Tally, step: int
+    ) -> None:
+        rows = list(report.bad)
         if requests is not None and asked is not None:
             rows = requests.mark_bad(asked, rows)
         bad = [*report.skipped, *(report.bad[row] for row in rows)]
@@ -127,14 +142,7 @@ class ResilientLoader(Generic[Batch]):
         for marker, incident in zip(bad, incidents, strict=True):
             if marker.exception is not None:
                 self.exceptions[incident.id] = marker.exception
-        tally.count(report, dict(zip(map(id, bad), incidents, strict=True)))
-        if requests is not None and asked is not None and not requests.settles(asked, bool(report.bad)):
-            return False
-        if len(report.bad) == len(report.indices):
-            self.skipped += 1 if report.indices else 0
-            return False
-        short = len(report.indices) - len(report.bad) < self._size
-        return not (self._refill and self._loader.drop_last and short)
+        tally.count(report, {id(marker): incident for marker, incident in zip(bad, incidents, strict=True)})
 
 
 class _Tally:
@@ -142,7 +150,7 @@ class _Tally:
 
     def __init__(self, patience: int) -> None:
         self._patience = patience
-        self._good = 0
+        self._good = False
         self._row: list[tuple[BadSample, Incident | None]] = []
 
     def count(self, report: Report, incidents: dict[int, Incident]) -> None:
@@ -150,12 +158,16 @@ class _Tally:
         outcomes += [report.bad.get(row) for row in range(len(report.indices))]
         for outcome in outcomes:
             if outcome is None:
-                self._good += 1
-                self._row.clear()
+                self.reset()
             else:
                 self._row.append((outcome, incidents.get(id(outcome))))
             if len(self._row) >= self._patience:
                 self._raise(f"{len(self._row)} samples in a row could not be loaded.")
+
+    def reset(self) -> None:
+        """Note a good sample."""
+        self._good = True
+        self._row.clear()
 
     def close(self) -> None:
         """Look back on the epoch."""

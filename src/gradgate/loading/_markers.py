@@ -6,7 +6,7 @@ import os
 import pickle
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Incident
 
-__all__ = ["BadSample", "Catch", "attempt", "check_catch", "mark"]
+__all__ = ["BadSample", "Catch", "attempt", "attempt_all", "check_catch", "mark"]
 
 Catch = tuple[type[Exception], ...]
 
@@ -91,6 +91,30 @@ def attempt(load: Callable[[], Any], index: Any, catch: Catch) -> Any:
         raise
     except catch as error:
         return mark(error, index)
+
+
+def attempt_all(load: Callable[[Any], Any], indices: Sequence[Any], catch: Catch) -> list[Any]:
+    """Load samples one by one, each at most once; a marker stands in the place of a bad one.
+
+    Args:
+        load: Loads the sample of an index.
+        indices: The indices.
+        catch: What may be caught.
+
+    Returns:
+        As many samples and markers as there are indices.
+    """
+    samples: list[Any] = []
+    while len(samples) < len(indices):
+        try:
+            # The loop is inside: on the healthy path it costs what the plain loader's does.
+            for index in indices[len(samples) :]:
+                samples.append(load(index))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except catch as error:
+            samples.append(mark(error, indices[len(samples)]))
+    return samples
 
 
 def mark(error: Exception, index: Any, cause: str = "exception", **details: Any) -> BadSample:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, Sampler
 
 __all__ = ["Asked", "Refilling", "Requests"]
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A batch that was asked for: its number, and the places of its samples in the order of the epoch."""
+class Asked(NamedTuple):
+    """A batch that was asked for: its number, the places of its samples in the order of the epoch, and the round."""
 
     number: int
     places: tuple[int, ...]
@@ -30,7 +29,7 @@ class Requests:
     """The batches to ask for in one epoch, in order; can go back.
 
     Args:
-        groups: Gives the indices in groups: single ones, or the batches of a batch sampler.
+        groups: Gives the indices in groups, such as the batches of a batch sampler.
         size: How many samples a batch has; None if it has as many as the group of that number.
         drop_last: Whether a last batch that is short is left out.
     """
@@ -51,12 +50,8 @@ class Requests:
         return self
 
     def __next__(self) -> list[Any]:
-        places: list[int] = []
-        size = self._wanted()
-        while len(places) < size and self._draw():
-            places.append(self._waiting.popleft())
-        if len(places) < size and (self._drop_last or not places):
-            self._waiting.extendleft(reversed(places))
+        places = self._take()
+        if not places:
             raise StopIteration
         self._flying.append(Asked(self._number, tuple(places), self._round))
         self._number += 1
@@ -78,24 +73,32 @@ class Requests:
 
     def more(self) -> bool:
         """Tell whether there is a batch to ask for."""
-        size, found = self._wanted(), 0
-        held: list[int] = []
-        while found < size and self._draw():
-            held.append(self._waiting.popleft())
-            found += 1
-        self._waiting.extendleft(reversed(held))
-        return found == size or (found > 0 and not self._drop_last)
+        places = self._take()
+        self._waiting.extendleft(reversed(places))
+        return bool(places)
 
     def _go_back(self, asked: Asked) -> bool:
         """Ask again for the good samples of a batch and for all after it, if there are any after it."""
         after = [place for one in self._flying if one.round == self._round for place in one.places]
         self._waiting.extendleft(reversed(after))
-        if not self._draw():
+        if not self._is_any_left():
             return False
         self._waiting.extendleft(reversed(asked.places))
         self._number = asked.number
         self._round += 1
         return True
+
+    def _take(self) -> list[int]:
+        """Take the places of the next batch; none if there is no batch left."""
+        size = self._wanted()
+        places: list[int] = []
+        while len(places) < size and (self._waiting or self._pull()):
+            taken = [self._waiting.popleft() for _ in range(min(size - len(places), len(self._waiting)))]
+            places += [place for place in taken if place not in self._bad] if self._bad else taken
+        if len(places) < size and self._drop_last:
+            self._waiting.extendleft(reversed(places))
+            return []
+        return places
 
     def _wanted(self) -> int:
         if self._size is not None:
@@ -104,15 +107,12 @@ class Requests:
             pass
         return self._sizes[self._number] if self._number < len(self._sizes) else 1
 
-    def _draw(self) -> bool:
-        """Make sure that the first place waiting is a good one; False if there is none left."""
-        while True:
-            while self._waiting and self._waiting[0] in self._bad:
-                self._waiting.popleft()
-            if self._waiting:
+    def _is_any_left(self) -> bool:
+        while self._waiting or self._pull():
+            if self._waiting[0] not in self._bad:
                 return True
-            if not self._pull():
-                return False
+            self._waiting.popleft()
+        return False
 
     def _pull(self) -> bool:
         group = next(self._groups, None)
@@ -157,14 +157,15 @@ class Refilling(Sampler[list[Any]]):
     def _new(self) -> Requests:
         batches = self._batches
         if type(batches) is BatchSampler:
-            return Requests(_single(batches.sampler), batches.batch_size, batches.drop_last)
+            return Requests(_chunks(batches.sampler, batches.batch_size), batches.batch_size, batches.drop_last)
         return Requests(_lists(batches), None, getattr(batches, "drop_last", False))
 
 
-def _single(sampler: Iterable[Any]) -> Iterator[list[Any]]:
+def _chunks(sampler: Iterable[Any], size: int) -> Iterator[list[Any]]:
     # The sampler is not touched before the first index is needed, as in torch: its random numbers come in that order.
-    for index in sampler:
-        yield [index]
+    indices = iter(sampler)
+    while chunk := list(islice(indices, size)):
+        yield chunk
 
 
 def _lists(batches: Iterable[Iterable[Any]]) -> Iterator[list[Any]]:
