@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -52,7 +53,7 @@ class Examination:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Trace a block, with torch.compile standing aside."""
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), _without_a_word_on_hooks():
             self.tracer.start()
             try:
                 yield
@@ -118,6 +119,18 @@ class Examination:
             name = names.of_tensor(leaf) or f"the tensor of shape {tuple(leaf.shape)}"
             found[name if name not in found else f"{name} ({len(found)})"] = leaf
         return found
+
+
+@contextmanager
+def _without_a_word_on_hooks() -> Iterator[None]:
+    """Keep torch from warning of the tracer's hooks; all other filters, also new ones, stay as the user has them."""
+    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+    filter_of_ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if filter_of_ours in warnings.filters:
+            warnings.filters.remove(filter_of_ours)  # type: ignore[attr-defined]
 
 
 def _note_on_compiling(compiled: list[str]) -> list[Finding]:
