@@ -1,5 +1,7 @@
 """What an edit refuses, and how it says so."""
 
+import operator
+
 import numpy as np
 import pytest
 import torch
@@ -66,6 +68,12 @@ def test_an_index_that_does_not_fit_names_dimension_size_and_index(call, words):
         (lambda: gg.at(X)[::0].set(1.0), ["slice(None, None, 0) is no slice of a dimension"]),
         (lambda: gg.at(X).set(1.0), ["at(x).set has no index", "gg.at(x)[...].set(...)"]),
         (lambda: gg.at(X).__setitem__(0, 1.0), ["at(x)[idx] = v assigns in place", "gg.at(x)[idx].set(v)"]),
+        (lambda: operator.iadd(gg.at(X)[0], 1), ["at(x)[idx] += v works in place", "gg.at(x)[idx].add(v)"]),
+        (lambda: operator.isub(gg.at(X)[0], 1), ["at(x)[idx] -= v works in place", ".subtract(v)"]),
+        (lambda: operator.imul(gg.at(X)[0], 1), ["at(x)[idx] *= v works in place", ".multiply(v)"]),
+        (lambda: operator.itruediv(gg.at(X)[0], 1), ["at(x)[idx] /= v works in place", ".divide(v)"]),
+        (lambda: gg.at(X.to_sparse())[0].set(1.0), ["a sparse_coo tensor", "x.to_dense()"]),
+        (lambda: gg.at({"a": X.to_sparse()}, "a")[0].set(1.0), ["a sparse_coo tensor"]),
         (lambda: gg.at([1.0])[0].set(1.0), ["`x` is the list [1.0]", "torch.as_tensor"]),
         (lambda: gg.at(X, "weight")[0].set(1.0), ["`name` is the str 'weight'"]),
         (lambda: gg.at(torch.nn.Linear(2, 1))[0].set(1.0), ["one of its tensors must be named", "'weight'"]),

@@ -102,7 +102,7 @@ def at(x: torch.Tensor | torch.nn.Module | Mapping[str, torch.Tensor], name: str
                 why="a name chooses one tensor of a module or a dictionary; x is a tensor already.",
                 fix="gg.at(x)[idx].set(v)",
             )
-        return At(x, _itself)
+        return At(_dense(x), _itself)
     if not isinstance(x, torch.nn.Module | Mapping):
         raise ArgumentTypeError(
             f"at(): `x` is {describe(x)}.",
@@ -124,7 +124,17 @@ def at(x: torch.Tensor | torch.nn.Module | Mapping[str, torch.Tensor], name: str
             why=f"the nearest names are {listed(near)}." if near else f"it has {listed(list(tensors)) or 'none'}.",
             fix=f"gg.at(model, {(near or [*tensors, 'weight'])[0]!r})[idx].set(v)",
         )
-    return At(chosen, lambda new: {key: new if old is chosen else old for key, old in tensors.items()})
+    return At(_dense(chosen), lambda new: {key: new if old is chosen else old for key, old in tensors.items()})
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    if x.layout is torch.strided and not x.is_nested:
+        return x
+    raise ArgumentTypeError(
+        f"at(): `x` is a {'nested' if x.is_nested else str(x.layout).removeprefix('torch.')} tensor.",
+        why="the places of an edit are those of a dense tensor.",
+        fix="gg.at(torch.nested.to_padded_tensor(x, 0.0))" if x.is_nested else "gg.at(x.to_dense())",
+    )
 
 
 def _itself(new: torch.Tensor) -> torch.Tensor:

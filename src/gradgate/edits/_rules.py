@@ -19,6 +19,7 @@ __all__ = [
     "called",
     "check_kind",
     "choosers",
+    "in_place",
     "larger",
     "second",
     "smaller",
@@ -128,6 +129,15 @@ def check_kind(name: str, x: torch.Tensor, function: str) -> None:
         )
     if name in ("subtract", "power") and x.dtype is torch.bool:
         raise _undefined(function, x, "torch does not define it for booleans.", "gg.at(x.long())")
+
+
+def in_place(sign: str, name: str) -> ArgumentTypeError:
+    """Make the error of an assignment such as `at(x)[idx] += v`."""
+    return ArgumentTypeError(
+        f"at(x)[idx] {sign}= v works in place.",
+        why="at() never touches x; an edit gives a new tensor.",
+        fix=f"y = gg.at(x)[idx].{name}(v)",
+    )
 
 
 def _undefined(function: str, x: torch.Tensor, why: str, fix: str) -> ArgumentTypeError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from gradgate.edits._rules import (
     called,
     check_kind,
     choosers,
+    in_place,
     larger,
     second,
     smaller,
@@ -299,6 +300,18 @@ class Selection(Generic[Result]):
             return fill.expand(places.shape).clone()
         rows = places.tried(partial(places.take, view))
         return places.spread(rows if fill is None else places.elsewhere(rows, fill))
+
+    def __iadd__(self, value: Any) -> NoReturn:
+        raise in_place("+", "add")
+
+    def __isub__(self, value: Any) -> NoReturn:
+        raise in_place("-", "subtract")
+
+    def __imul__(self, value: Any) -> NoReturn:
+        raise in_place("*", "multiply")
+
+    def __itruediv__(self, value: Any) -> NoReturn:
+        raise in_place("/", "divide")
 
     def _begin(self, mode: str) -> tuple[torch.Tensor, Reading, torch.Tensor]:
         check_mode(mode)

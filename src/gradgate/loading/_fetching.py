@@ -53,8 +53,9 @@ class FetchingDataset(Around, Dataset[Any]):
         together = getattr(self._dataset, "__getitems__", None)
         if together:
             samples = attempt(lambda: list(together(indices)), None, self._catch)
-            if not isinstance(samples, BadSample) and len(samples) == len(indices):
-                return Fetched(indices, samples)
+            if not isinstance(samples, BadSample):
+                # It may give fewer or more; then nobody can say which is which, and the batch is what it gave.
+                return Fetched(indices if len(samples) == len(indices) else [None] * len(samples), samples)
         return Fetched(indices, attempt_all(self._dataset.__getitem__, indices, self._catch))
 
 

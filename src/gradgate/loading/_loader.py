@@ -119,6 +119,8 @@ class ResilientLoader(Generic[Batch]):
     def _is_ready(self, report: Report, requests: Requests | None, tally: _Tally, step: int) -> bool:
         """Write down what is bad about a batch; tell whether the rest of it is to be given out."""
         asked = None if requests is None else requests.received()
+        if asked is not None and len(asked.places) != len(report.indices):
+            requests = None  # the dataset gave another number of samples than were asked for
         if report.bad or report.skipped:
             self._write_down(report, requests, asked, tally, step)
         else:
