@@ -67,19 +67,19 @@ def mode(
     slices = slices_of(x, dim, keep, exclude, function="masked.mode", keepdim=keepdim, empty=empty)
     slices.refuse(complexes=True)
     rows = (slices if slices.size else slices.with_mask()).in_one_dim()
-    plain = rows.x.detach()
-    certain = rows.mask is None
+    plain, mask = rows.x.detach(), None if rows.mask is None else rows.full_mask()
+    certain = mask is None
     # The fast ways look at the data, which costs nothing on the CPU; torch.func cannot follow them.
     if plain.device.type == "cpu" and not inside_functorch() and type(plain) is torch.Tensor and has_data(plain):
-        indices, counts, certain = vote_on_cpu(plain, rows.mask)
+        indices, counts, certain = vote_on_cpu(plain, mask)
     else:
-        indices, counts = vote_anywhere(plain, rows.mask)
-    values = _picked(slices, rows, indices)
+        indices, counts = vote_anywhere(plain, mask)
+    values = _picked(slices, rows, indices if certain else indices.clamp(min=0))
     values, indices, counts = (slices.reduced(result) for result in (values, indices, counts))
     if certain:
         slices.settle(values.new_empty(0), number=counts.new_ones(0))  # an `empty` that does not fit is told anyway
     else:
-        values, indices = slices.settle(values, number=counts), torch.where(counts == 0, -1, indices)
+        values = slices.settle(values, number=counts)
     return ModeResult(values, indices, counts)
 
 

@@ -18,7 +18,7 @@ __all__ = ["vote_anywhere", "vote_on_cpu"]
 
 MOST_VOTES = 16
 LONG = 4096
-BLOCK = 1 << 16
+BLOCK = 1 << 17
 
 
 Found = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +32,7 @@ def vote_anywhere(x: torch.Tensor, mask: torch.Tensor | None) -> Found:
         mask: True where an element takes part, in the shape of x; None if all do.
 
     Returns:
-        The index of the last kept element with the smallest of the most frequent values, any if nothing is kept; and
+        The index of the last kept element with the smallest of the most frequent values, -1 if nothing is kept; and
         how many elements have that value.
     """
     ordered, order = x.sort(dim=-1, stable=True)
@@ -46,7 +46,7 @@ def vote_anywhere(x: torch.Tensor, mask: torch.Tensor | None) -> Found:
     # How many kept equals each element has, itself included, up to its place: the first maximum is the last kept
     # occurrence of the smallest of the most frequent values.
     counts, place = (total - before).max(-1)
-    return order.gather(-1, place.unsqueeze(-1)).squeeze(-1), counts
+    return torch.where(counts == 0, -1, order.gather(-1, place.unsqueeze(-1)).squeeze(-1)), counts
 
 
 def vote_on_cpu(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -123,8 +123,9 @@ def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int,
         return low, high
     # What is left out may lie far away. Multiplied by 0 it does not; then 0 is in the range as well.
     least = most = 0
-    for rows, kept in zip(torch.split(x, BLOCK), torch.split(mask.view(torch.uint8), BLOCK), strict=True):
-        limits = _limits(rows * kept)
+    step = max(1, BLOCK // 8 // x[0].numel()) if x.dim() > 1 else BLOCK // 8
+    for part, kept in zip(torch.split(x, step), torch.split(mask.view(torch.uint8), step), strict=True):
+        limits = _limits(part * kept)
         least, most = min(least, limits[0]), max(most, limits[1])
         if most - least >= width:
             return low, high
@@ -132,9 +133,12 @@ def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int,
 
 
 def _limits(x: torch.Tensor) -> tuple[int, int]:
-    # aminmax copies what is not contiguous; a reduced first dimension was moved to the end and goes back.
-    low, high = torch.aminmax(x if x.is_contiguous() else x.movedim(-1, 0))
-    return int(low), int(high)
+    # aminmax copies what is not contiguous; amin and amax do not, but are slow for int64.
+    for view in (x, x.movedim(-1, 0)):
+        if view.is_contiguous():
+            low, high = torch.aminmax(view)
+            return int(low), int(high)
+    return int(x.amin()), int(x.amax())
 
 
 def _narrowest(low: int, high: int) -> torch.dtype | None:
@@ -158,8 +162,8 @@ def _equals(codes: torch.Tensor, best: torch.Tensor, kept: torch.Tensor | None) 
 
 
 def _last(equal: torch.Tensor) -> torch.Tensor:
-    """Give the index of the last 1 in each row, 0 if there is none."""
-    return equal.mul_(torch.arange(equal.shape[1], dtype=equal.dtype)).amax(1)
+    """Give the index of the last 1 in each row, -1 if there is none."""
+    return equal.mul_(torch.arange(1, equal.shape[1] + 1, dtype=equal.dtype)).amax(1).sub_(1)
 
 
 # --- ways of counting, for one block ----------------------------------------------------------------------------------
@@ -196,7 +200,9 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
         same = torch.eq(values[:-distance], values[distance:], out=equal[distance:])
         keys[distance:].add_(same, alpha=one_vote)
     best = keys.amax(0)
-    return best & (1 << index_bits) - 1, best >> value_bits + index_bits
+    counts = best >> value_bits + index_bits
+    nobody = torch.eq(counts, 0, out=torch.empty_like(counts))
+    return (best & (1 << index_bits) - 1).sub_(nobody), counts
 
 
 def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
@@ -219,14 +225,15 @@ def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: in
     whole = _narrowest(low, high + size)
     if whole is None:
         return vote_anywhere(codes, None if kept is None else kept.view(torch.bool))
-    codes = filled = codes.to(whole)
+    codes = codes.to(whole)
     if kept is not None:
-        chosen = kept.to(whole)
-        filled = codes * chosen
-        filled.add_(chosen.neg_().add_(1).mul_(torch.arange(high + 1, high + 1 + size, dtype=whole)))
-    equal = _equals(codes, filled.mode(1).values, kept)
-    counts = equal.sum(1, dtype=torch.int32)
-    return _last(equal), counts
+        alone = torch.arange(high + 1, high + 1 + size, dtype=whole)
+        codes = (codes - alone).mul_(kept.to(whole)).add_(alone)  # a difference that wraps around comes back again
+    best = codes.mode(1).values
+    equal = _equals(codes, best, None)
+    some = torch.le(best, high, out=torch.empty_like(best))  # 0 where the best was left out, so nothing was kept
+    counts = equal.sum(1, dtype=torch.int32).mul_(some)
+    return _last(equal).add_(1).mul_(some).sub_(1), counts
 
 
 def _by_sorting(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
