@@ -55,7 +55,7 @@ def test_the_quick_way_is_the_official_state():
 
 def test_where_the_memory_cannot_be_read_the_official_way_is_used(monkeypatch):
     monkeypatch.setattr(_random_state._PythonState, "_block_is_the_state", lambda self: False)
-    monkeypatch.setattr(_random_state, "_numpy_block", lambda: b"")
+    monkeypatch.setattr(_random_state._NumpyState, "_look", lambda self: ())
     state = RandomState()
     state.remember()
     first = draw()

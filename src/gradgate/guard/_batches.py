@@ -65,9 +65,8 @@ class BatchReader:
             found = _count_for_select(batch, self.batch_dim, ids)
         else:
             # Nearly every batch is a few tensors of one length; the general way costs ten times as much.
-            sizes = self._plain_sizes(batch)
-            found = sizes.pop() if len(sizes) == 1 else self._agreed(batch, ids)
-            if ids is not None and len(ids) != found:
+            found = self._plain_size(batch)
+            if found < 0 or (ids is not None and len(ids) != found):
                 found = self._agreed(batch, ids)
         if ids is not None and len(ids) != found:
             raise ArgumentValueError(
@@ -92,13 +91,16 @@ class BatchReader:
             return self._select(batch, list(rows))
         return select_rows(batch, index_of(rows), size, self.batch_dim)
 
-    def _plain_sizes(self, batch: Any) -> set[int]:
+    def _plain_size(self, batch: Any) -> int:
+        """Give the size of a few tensors of one length, or -1 for anything else."""
         kind = type(batch)
         parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
-        dim = self.batch_dim
-        if any(type(part) is not torch.Tensor or part.dim() <= dim or part.is_nested for part in parts):
-            return set()
-        return {part.shape[dim] for part in parts}
+        size, dim = -1, self.batch_dim
+        for part in parts:
+            if type(part) is not torch.Tensor or part.dim() <= dim or part.is_nested or part.size(dim) != size >= 0:
+                return -1
+            size = part.size(dim)
+        return size
 
     def _agreed(self, batch: Any, ids: Ids | None) -> int:
         possible = _sizes(batch, self.batch_dim)

@@ -6,7 +6,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -254,7 +254,9 @@ class Guard:
         recorder = Recorder(self._modules, self._reader, batch, size, ids, failed.per_sample, common)
 
         def refuse(dropped: Sequence[Dropped]) -> None:
-            self._refuse_share(recorder.dropped(dropped), size)
+            bad, total = self._agreement.total(len(dropped), size)
+            if bad > self.max_bad * total:
+                self._refuse_share(recorder.dropped(dropped), bad, total)
 
         probe = trial
         if isinstance(trial, LossTrial) and trial.scaler is not None:
@@ -279,15 +281,13 @@ class Guard:
         recorder.record(incidents, self._sinks, payload=self.payload)
         return recovered, incidents
 
-    def _refuse_share(self, incidents: tuple[Incident, ...], size: int) -> None:
-        bad, total = self._agreement.total(len(incidents), size)
-        if bad > self.max_bad * total:
-            raise TooManyBadSamples(
-                f"Guard: {bad} of {total} samples are bad:\n{incident_table(incidents)}",
-                why=f"more than max_bad={self.max_bad:g} of a batch points to the code or the weights.",
-                fix="gg.Guard(model, max_bad=...)   # if so many bad samples are to be expected",
-                incidents=incidents,
-            )
+    def _refuse_share(self, incidents: tuple[Incident, ...], bad: int, total: int) -> NoReturn:
+        raise TooManyBadSamples(
+            f"Guard: {bad} of {total} samples are bad:\n{incident_table(incidents)}",
+            why=f"more than max_bad={self.max_bad:g} of a batch points to the code or the weights.",
+            fix="gg.Guard(model, max_bad=...)   # if so many bad samples are to be expected",
+            incidents=incidents,
+        )
 
     def _refuse_row(self, incidents: tuple[Incident, ...]) -> None:
         if self._tally.in_a_row >= self.patience:

@@ -18,7 +18,7 @@ from gradgate.guard._faults import Fault
 from gradgate.guard._observer import Observer, Sighting
 from gradgate.guard._places import best_line, definition_line
 from gradgate.guard._scenes import Scenes, untouched
-from gradgate.guard._search import Group, Search, Verdict, isolate
+from gradgate.guard._search import Group, Search, Verdict, isolate, spread
 from gradgate.guard._tape import Tape
 from gradgate.records import Stage
 
@@ -26,6 +26,7 @@ __all__ = ["Blame", "Localisation", "localise"]
 
 # A module's own arguments may all be spoilt by one row; a few failing rows there prove nothing, so ask no more.
 SCREENED_IN_MODULE = 3
+LOOKED_AT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +208,7 @@ class _Localiser:
         call = observer.smeared_by
         if call is not None and len(rows) > 1:
             companion = next(row for row in self._rows if row not in rows)
-            self.found.tests += len(rows)
-            rows = [row for row in rows if self.scenes.smears(call, row, companion)] or rows
+            rows = self._guilty(rows, lambda row: self.scenes.smears(call, row, companion)) or rows
         self._blame(_single(rows), "values that are not finite", observer.sightings)
 
     # --- gradients -------------------------------------------------------------------------------------------------
@@ -242,15 +242,29 @@ class _Localiser:
         rest = [row for row in self._rows if row not in hint]
         guilty: list[int] = []
         if hint and rest:
-            self.found.tests += 1 + len(hint)
+            self.found.tests += 1
             if test(rest) is not Verdict.SAME:
-                guilty = [row for row in sorted(hint) if test([row, rest[0]]) is Verdict.SAME]
-        others = [row for row in self._rows if row not in guilty]
-        if len(guilty) == len(hint) > 0 or (guilty and test(others) is Verdict.PASSES):
+                guilty = self._guilty(sorted(hint), lambda row: test(sorted([row, rest[0]])) is Verdict.SAME)
+        if len(guilty) == len(hint) > 0 or (guilty and test(self._without(guilty)) is Verdict.PASSES):
             self._blame(_single(guilty), method, sightings)
             return
         if self._search_from(test, f"search around {method}"):
             self.found.blames = [self._placed(blame, sightings) for blame in self.found.blames]
+
+    def _guilty(self, rows: list[int], is_guilty: Callable[[int], bool]) -> list[int]:
+        """Look at suspects one by one; of many at some from all over, and at the rest if one of those is innocent."""
+        some = spread(rows, LOOKED_AT)
+        guilty = [row for row in some if is_guilty(row)]
+        self.found.tests += len(some)
+        if len(guilty) == len(some):
+            return rows
+        rest = [row for row in rows if row not in some]
+        self.found.tests += len(rest)
+        return sorted(guilty + [row for row in rest if is_guilty(row)])
+
+    def _without(self, rows: list[int]) -> list[int]:
+        left_out = set(rows)
+        return [row for row in self._rows if row not in left_out]
 
     def _isolate(self, test: Callable[[Group], Verdict], **options: int) -> Search:
         search = isolate(self._rows, test, **options)

@@ -1,18 +1,18 @@
 """The random state of a process: python's, numpy's and torch's on every device in use, taken and put back.
 
-Taking it must be nearly free, because it happens in every step. torch's own state costs a microsecond; python's
-`random.getstate()` costs ten and numpy's forty, since they build objects for 624 numbers. Both keep these numbers in
-one block of memory, so that block is copied instead and turned into objects only when it has to be put back. Where
-the block does not look as expected (checked once, against the official state), the official way is used.
+Taking it must be nearly free, because it happens in every step. torch clones a generator in a microsecond, but
+python's `random.getstate()` takes ten and numpy's forty, since they build objects for 624 numbers. In most programs
+neither has moved since the last step. Both keep their numbers in one block of memory of which every draw changes a
+known part, so that part is looked at, and the state is taken only if it has changed. Where the block does not look as
+expected (checked once, against the official state), the state is taken each time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ import torch
 __all__ = ["RandomState"]
 
 TWISTER_WORDS = 624
-PYTHON_BLOCK = struct.Struct(f"i{TWISTER_WORDS}I")  # place, then words
-NUMPY_BLOCK = struct.Struct(f"{TWISTER_WORDS}Ii")  # words, then place
+Mark = tuple[Any, ...]
 
 
 class RandomState:
@@ -36,7 +35,7 @@ class RandomState:
         self._numpy = _NumpyState()
         self._devices: list[tuple[Any, torch.device]] = []
         self._of_devices: list[torch.Tensor] = []
-        self._torch = torch.default_generator.get_state()
+        self._torch = torch.default_generator.clone_state()
         self.watch(devices)
 
     def watch(self, devices: Iterable[torch.device]) -> None:
@@ -46,7 +45,7 @@ class RandomState:
 
     def remember(self) -> None:
         """Take the state as it is now."""
-        self._torch = torch.default_generator.get_state()
+        self._torch = torch.default_generator.clone_state()
         self._python.remember()
         self._numpy.remember()
         if self._devices:
@@ -60,7 +59,7 @@ class RandomState:
 
     def restore_torch(self) -> None:
         """Put back torch's own part of it."""
-        torch.default_generator.set_state(self._torch)
+        torch.default_generator.set_state(self._torch.get_state())
         for (module, device), state in zip(self._devices, self._of_devices, strict=True):
             module.set_rng_state(state, device)
 
@@ -71,72 +70,74 @@ class _PythonState:
     def __init__(self) -> None:
         # random.random() and its like are methods of this one object; there is no public name for it.
         self._owner: random.Random = random.random.__self__  # type: ignore[attr-defined]
-        self._address = id(self._owner) + object.__basicsize__
+        address = id(self._owner) + object.__basicsize__
+        # In CPython: an int that each draw moves on, then the words, which change when it has come round.
+        self._place, self._words = ctypes.c_int.from_address(address), ctypes.c_uint64.from_address(address + 4)
         self._readable = self._block_is_the_state()
-        self._state: tuple[Any, ...] | None = None
-        self._block = b""
-        self._gauss: float | None = None
+        self._state = self._owner.getstate()
+        self._mark: Mark = ()
         self.remember()
 
     def _block_is_the_state(self) -> bool:
         if sys.implementation.name != "cpython" or type(self._owner) is not random.Random:
             return False
-        if random.Random.__basicsize__ < object.__basicsize__ + PYTHON_BLOCK.size:
+        if random.Random.__basicsize__ < object.__basicsize__ + 4 * (TWISTER_WORDS + 1):
             return False
-        return bool(_python_numbers(self._read()) == self._owner.getstate()[1])
+        numbers = self._owner.getstate()[1]
+        first = int.from_bytes(b"".join(number.to_bytes(4, sys.byteorder) for number in numbers[:2]), sys.byteorder)
+        return bool(self._place.value == numbers[-1] and self._words.value == first)
 
-    def _read(self) -> bytes:
-        return ctypes.string_at(self._address, PYTHON_BLOCK.size)
+    def _look(self) -> Mark:
+        return self._place.value, self._words.value, self._owner.gauss_next  # type: ignore[attr-defined]
 
     def remember(self) -> None:
-        if self._readable:
-            self._block = self._read()
-            self._gauss = self._owner.gauss_next  # type: ignore[attr-defined]
-        else:
-            self._state = self._owner.getstate()
+        mark = self._look() if self._readable else ()
+        if mark != self._mark or not mark:
+            self._state, self._mark = self._owner.getstate(), mark
 
     def restore(self) -> None:
-        if not self._readable:
-            assert self._state is not None
+        if not self._mark or self._look() != self._mark:
             self._owner.setstate(self._state)
-        elif self._read() != self._block or self._owner.gauss_next != self._gauss:  # type: ignore[attr-defined]
-            self._owner.setstate((self._owner.VERSION, _python_numbers(self._block), self._gauss))
 
 
 class _NumpyState:
     """The state of the functions in `numpy.random`, if numpy is there."""
 
     def __init__(self) -> None:
-        self._block = b""
-        self._state: dict[str, Any] | None = None
+        self._current: Callable[[], Any] | None = None
+        self._generator: Any = None
+        self._state: dict[str, Any] = {}
+        self._mark: Mark = ()
         self.remember()
 
     def remember(self) -> None:
-        if "numpy" not in sys.modules:
-            return
-        block = _numpy_block()
-        # A normal draw may be answered from a stored second value without touching the block; while there is one,
-        # or where there is no block to compare, only the full state can tell.
-        if self._state is None or not block or block != self._block or self._state.get("has_gauss"):
-            self._state = sys.modules["numpy"].random.get_state(legacy=False)
-            self._block = block
+        if self._current is None:
+            if "numpy" not in sys.modules:
+                return
+            self._current = sys.modules["numpy"].random.get_bit_generator
+        mark = self._look()
+        # A normal draw may be answered from a stored second value, which moves nothing; while there is one, or where
+        # there is nothing to look at, only the state itself can tell.
+        if mark != self._mark or not mark or self._state["has_gauss"]:
+            self._state, self._mark = sys.modules["numpy"].random.get_state(legacy=False), mark
 
     def restore(self) -> None:
-        if self._state is None:
+        if self._current is None:
             return
-        # With no second value stored, every draw moves the block: the same block is the same state.
-        if not self._block or self._state["has_gauss"] or _numpy_block() != self._block:
+        # With no second value stored, every draw moves the mark: the same mark is the same state.
+        if not self._mark or self._state["has_gauss"] or self._look() != self._mark:
             sys.modules["numpy"].random.set_state(self._state)
 
-
-def _python_numbers(block: bytes) -> tuple[int, ...]:
-    place, *words = PYTHON_BLOCK.unpack(block)
-    return (*words, place)
-
-
-def _numpy_block() -> bytes:
-    """Copy the numbers of numpy's global generator; nothing where it is not the usual one."""
-    generator = sys.modules["numpy"].random.get_bit_generator()
-    if type(generator).__name__ != "MT19937":
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, NUMPY_BLOCK.size)
+    def _look(self) -> Mark:
+        assert self._current is not None
+        generator = self._current()
+        if generator is not self._generator:
+            self._generator = generator
+            known = type(generator).__name__ == "MT19937"
+            address = generator.ctypes.state_address if known else 0
+            # In numpy: the words, then an int that each draw moves on.
+            self._words = ctypes.c_uint64.from_address(address) if known else None
+            self._place = ctypes.c_int.from_address(address + 4 * TWISTER_WORDS) if known else None
+        if self._words is None or self._place is None:
+            return ()
+        return self._place.value, self._words.value

@@ -117,7 +117,8 @@ class Recovery:
                 if not found.blames:
                     self._raise(fault, result, _explained(found, len(result.kept)))
                 new = _dropped(found, result.kept)
-                kept = [row for row in result.kept if row not in {drop.row for drop in new}]
+                blamed = {drop.row for drop in new}
+                kept = [row for row in result.kept if row not in blamed]
                 if len(kept) < self.min_kept:
                     return self._give_up(result, new, kept, fault)
                 outcome = self._try(kept)

@@ -120,7 +120,8 @@ class Scenes:
             return None
         careful = next(call.module.buffers(), None) is not None
         module = call.module
-        self.state.restore()
+        if careful:
+            self.state.restore()
 
         def test(rows: Group) -> Verdict:
             if careful:
@@ -143,7 +144,7 @@ class Scenes:
     def smears(self, call: ModuleCall, row: int, companion: int) -> bool:
         """Tell whether a module lets one row's value that is not finite into another row."""
         args, kwargs = self._arguments(call, index_of([row, companion]))
-        with self.prepared():
+        with self.prepared(light=True):
             outcome = self.trial.attempt(lambda: call.module(*args, **kwargs))
         return outcome.fault is not None or 1 in non_finite_rows(tensors_in(outcome.value), 2, self.batch_dim)
 

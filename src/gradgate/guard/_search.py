@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import cycle, islice
 
-__all__ = ["Search", "Verdict", "isolate"]
+__all__ = ["Group", "Search", "Verdict", "isolate", "spread"]
 
 Group = list[int]
 SCREENED = 8
@@ -86,7 +86,7 @@ class _Isolation:
     def _find_anchor(self, screened: int) -> list[Verdict]:
         """Look for two rows that pass together, else for one that passes beside itself, else at full size."""
         verdicts = []
-        rows = _spread(self._rows, screened)
+        rows = spread(self._rows, screened)
         pairs = [list(pair) for pair in zip(rows[::2], rows[1::2], strict=False)] if len(self._rows) > 2 else []
         for group in [*pairs, *([row] for row in rows)]:
             verdicts.append(self._ask(group if len(group) > 1 else group * 2))
@@ -172,6 +172,6 @@ def _parts(group: Group, count: int) -> Iterator[Group]:
         start = stop
 
 
-def _spread(rows: Group, count: int) -> Group:
+def spread(rows: Group, count: int) -> Group:
     """Choose some rows from all over, without repeats."""
     return rows if len(rows) <= count else [rows[number * len(rows) // count] for number in range(count)]

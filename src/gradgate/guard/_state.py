@@ -90,7 +90,8 @@ class TrainingState:
 
     def gradients(self) -> list[torch.Tensor]:
         """Give the gradients that the current try has made."""
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        found = [parameter.grad for parameter in self.parameters]
+        return [gradient for gradient in found if gradient is not None]
 
     def add_earlier_gradients(self) -> None:
         """Add the step's gradients to those laid aside, in the order and with the rounding that autograd uses."""
