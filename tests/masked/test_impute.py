@@ -43,7 +43,7 @@ def slice_by_slice(x, keep, using, dim, through):
 
 
 @pytest.mark.parametrize("through", [False, True])
-@pytest.mark.parametrize("using", list(PLAIN), ids=str)
+@pytest.mark.parametrize("using", list(PLAIN), ids=["mean", "median", "mode", "a function"][: len(PLAIN)])
 @given(data=st.data())
 def test_equal_to_a_loop_over_slices(using, through, data):
     shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
@@ -114,7 +114,7 @@ def test_with_nothing_left_out_it_is_x():
     assert masked.impute(torch.zeros(2, 0), dim=0, using=torch.amax).shape == (2, 0)
 
 
-@pytest.mark.parametrize("using", ["mean", "median", "mode", torch.amax], ids=str)
+@pytest.mark.parametrize("using", ["mean", "median", "mode", torch.amax], ids=["mean", "median", "mode", "a function"])
 def test_a_slice_with_nothing_kept(using):
     x = torch.tensor([[NAN, 1.0], [NAN, 2.0]], requires_grad=True)
     keep = torch.tensor([False, True])
@@ -148,7 +148,11 @@ def test_errors_say_what_and_how():
         masked.impute([1.0])
 
 
-def test_a_function_cannot_be_called_inside_vmap():
-    x = torch.ones(3, 2)
-    with pytest.raises(ArgumentValueError, match=r"the values cannot be seen here(.|\n)*using=\"mean\""):
-        torch.vmap(lambda x: masked.impute(x, keep=x > 0, using=torch.amax))(x)
+def test_a_function_cannot_be_called_inside_vmap_or_compile():
+    def call(x):
+        return masked.impute(x, keep=x > 0, using=torch.amax)
+
+    for inside in (torch.vmap(call), torch.compile(call, backend="eager")):
+        with pytest.raises(ArgumentValueError, match=r"the values cannot be seen here(.|\n)*using=\"mean\""):
+            inside(torch.ones(3, 2))
+    torch._dynamo.reset()

@@ -54,7 +54,7 @@ def impute(
     Raises:
         ArgumentTypeError: `using` is nothing of the kind, or a function gave something else than a number.
         ArgumentValueError: `using` is another word, does not fit the shape or the dtype of x, or is a function where
-            the values cannot be seen (vmap, FakeTensorMode).
+            the values cannot be seen (torch.compile, vmap).
         NothingKeptError: A slice has nothing kept and its statistic cannot be NaN, or `empty` is "raise".
 
     Gradient:
@@ -107,7 +107,7 @@ def _statistic(using: Any, slices: Slices) -> torch.Tensor:
 def _of_each_slice(function: Callable[[torch.Tensor], Any], slices: Slices) -> torch.Tensor:
     if not has_data(slices.x, slices.full_mask()):
         raise ArgumentValueError(
-            "masked.impute(): `using` is a function, and the values cannot be seen here (vmap or FakeTensorMode).",
+            "masked.impute(): `using` is a function, and the values cannot be seen here (torch.compile, vmap).",
             why="it is called with the kept elements of one slice after the other, and their number is not known.",
             fix='using="mean", using="median" or using="mode"',
         )
