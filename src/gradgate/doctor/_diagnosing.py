@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from gradgate._checks import check_module
 from gradgate._names import describe
-from gradgate._torch_compat import is_compiled
+from gradgate._torch_compat import is_compiled, without_compiled_wrappers
 from gradgate.doctor._case import Case
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._gradients import Gradients
@@ -35,10 +35,12 @@ class Examination:
     """
 
     def __init__(self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]]) -> None:
-        self.model = model
+        self.given = model
+        self.model = without_compiled_wrappers(model) if model is not None else None
         self.namespaces = namespaces
         self.tracer = Tracer()
         self.tracer.before_step.append(self._before_step)
+        self._surroundings = ExitStack()
         self.thorough = True
         self.one_step = True
         self.files: tuple[str, ...] = ()
@@ -52,13 +54,25 @@ class Examination:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Trace a block, with torch.compile standing aside."""
-        with torch.compiler.set_stance("force_eager"), _without_a_word_on_hooks():
-            self.tracer.start()
-            try:
-                yield
-            finally:
-                self.tracer.stop()
+        """Trace a block."""
+        self.tracer.install()
+        self.resume()
+        try:
+            yield
+        finally:
+            self.pause()
+            self.tracer.uninstall()
+
+    def resume(self) -> None:
+        """Begin to trace, with torch.compile standing aside."""
+        self._surroundings.enter_context(torch.compiler.set_stance("force_eager"))
+        self._surroundings.enter_context(_without_a_word_on_hooks())
+        self.tracer.resume()
+
+    def pause(self) -> None:
+        """Trace no longer."""
+        self.tracer.pause()
+        self._surroundings.close()
 
     def run(self, step_fn: Callable[[], Any]) -> None:
         """Run a step, and backward if the step leaves it to us.
@@ -96,7 +110,7 @@ class Examination:
             files=self.files,
         )
         diagnosis = conclude(case)
-        roots = [*trace.modules, *([self.model] if self.model is not None else [])]
+        roots = [*trace.modules, *([self.given] if self.given is not None else [])]
         compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
         return Diagnosis((*diagnosis.findings, *_note_on_compiling(compiled)), exception)
 

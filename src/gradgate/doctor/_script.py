@@ -74,7 +74,7 @@ class _Run:
         self.bad_step: int | None = None
         self.main = types.ModuleType("__main__")
         self.tracing = Tracing(None, [self.main.__dict__], (str(path),))
-        self.tracing_now = False
+        self.tracing.after_step = self._after_traced_step
 
     def run(self, args: Sequence[str]) -> tuple[int, BaseException | None]:
         """Run the script to its end; give its exit code and what it raised."""
@@ -84,18 +84,20 @@ class _Run:
         sys.argv, sys.path[0] = [str(path), *args], str(path.parent)
         sys.modules["__main__"] = self.main
         random.seed(_SEED)
+        raised: BaseException | None = None
+        exit_code = 0
+        self.tracing.__enter__()
+        # After the tracer's own, so that a step that only begins to be traced here is not taken for one that was.
         hooks = (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         )
-        raised: BaseException | None = None
         try:
+            if self.first:
+                self.tracing.pause()
             with io.open_code(str(path)) as file:
                 code = compile(file.read(), str(path), "exec")
-            if not self.first:
-                self._begin()
             exec(code, self.main.__dict__)
-            exit_code = 0
         except _Enough:
             exit_code = 0
         except SystemExit as error:
@@ -103,23 +105,20 @@ class _Run:
         except Exception as error:  # noqa: BLE001 - the script's own fault, shown as Python shows it
             raised, exit_code = error, 1
         finally:
-            self._end(raised)
+            self.tracing.__exit__(type(raised) if raised else None, raised, None)
             for hook in hooks:
                 hook.remove()
             sys.argv, sys.path[0], sys.modules["__main__"] = saved
         return exit_code, raised
 
-    def _begin(self) -> None:
-        self.tracing_now = True
-        self.tracing.__enter__()
-
-    def _end(self, raised: BaseException | None) -> None:
-        if self.tracing_now:
-            self.tracing_now = False
-            self.tracing.__exit__(type(raised) if raised else None, raised, None)
+    def _after_traced_step(self) -> None:
+        if self.last is not None and self.first + self.tracing.steps >= self.last:
+            self.tracing.pause()
+            if self.alone:
+                raise _Enough
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.tracing_now or self.bad_step is not None:
+        if self.tracing.tracing or self.bad_step is not None:
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not all_finite(p.grad for p in held if p.grad is not None):
@@ -127,12 +126,8 @@ class _Run:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
-        if self.tracing_now and self.last is not None and self.steps >= self.last and self.tracing.can_pause():
-            self._end(None)
-            if self.alone:
-                raise _Enough
-        elif not self.tracing_now and self.steps == self.first:
-            self._begin()
+        if self.steps == self.first and not self.tracing.tracing:
+            self.tracing.resume()
 
 
 def examine_script(

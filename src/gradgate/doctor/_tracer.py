@@ -44,11 +44,7 @@ _DETACH = operator_of(torch.ops.aten.detach.default)
 
 
 class Tracer:
-    """Traces what happens in this thread between `start` and `stop`.
-
-    Args:
-        parameters: The parameters that ought to learn, by name; where they are not known, whatever leaves are used.
-    """
+    """Traces what happens in this thread between `resume` and `pause`."""
 
     def __init__(self) -> None:
         self.trace = Trace()
@@ -69,30 +65,42 @@ class Tracer:
         self._calls = _Calls(self)
         self._operations = _Operations(self)
         self._hooks = ExitStack()
+        self._packing: saved_tensors_hooks | None = None
 
     # --- its life -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to trace this thread."""
-        hooks = self._hooks
+    def install(self) -> None:
+        """Set the hooks that tell about modules and optimizers; nothing is traced yet."""
         for handle in (
             register_module_forward_pre_hook(self._module_begins),
             register_module_forward_hook(self._module_ends, always_call=True),
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ends),
         ):
-            hooks.callback(handle.remove)
-        hooks.enter_context(saved_tensors_hooks(self.saving.pack, self.saving.unpack))
+            self._hooks.callback(handle.remove)
+
+    def uninstall(self) -> None:
+        """Take the hooks away."""
+        self._hooks.close()
+
+    def resume(self) -> None:
+        """Begin to trace this thread. It may be called from inside a hook, and so may `pause`."""
+        self._packing = saved_tensors_hooks(self.saving.pack, self.saving.unpack)
+        self._packing.__enter__()
         self.trace.recording_at_start = torch.is_grad_enabled()
         self.active = True
         self.enter_modes()
 
-    def stop(self) -> None:
-        """End the trace."""
+    def pause(self) -> None:
+        """Trace no longer."""
         self.active = False
         self.trace.recording_at_end = torch.is_grad_enabled()
-        self.leave_modes()
-        self._hooks.close()
+        if not self._stepping:  # an optimizer that raised has left the modes out of force
+            self.leave_modes()
+        self._stepping = False
+        self.modules.clear()
+        if self._packing is not None:
+            self._packing.__exit__()
 
     def enter_modes(self) -> None:
         """Look at what happens from here on."""
@@ -104,7 +112,7 @@ class Tracer:
         leave_mode(self._calls)
         leave_mode(self._operations)
 
-    def can_stop(self) -> bool:
+    def can_pause(self) -> bool:
         """Tell whether nothing that was entered after the tracer is still open."""
         return on_top(self._calls) and on_top(self._operations)
 
@@ -294,7 +302,7 @@ class Tracer:
         for listener in self.before_step:
             listener(optimizer)
         # A closure runs the user's own code inside the step; else there is nothing to see but the writing itself.
-        if closure or not self.can_stop():
+        if closure or not self.can_pause():
             return
         self.leave_modes()
         self._stepping = True

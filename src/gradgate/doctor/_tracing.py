@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -29,13 +28,16 @@ class Tracing:
 
     Attributes:
         steps: How many optimizer steps have been traced.
+        tracing: Whether it is tracing now.
+        after_step: Called after each optimizer step that was traced.
     """
 
     def __init__(
         self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]], files: tuple[str, ...] = ()
     ) -> None:
         self.steps = 0
-        self._model = model
+        self.tracing = False
+        self.after_step: Callable[[], None] | None = None
         self._examination = Examination(model, namespaces)
         self._examination.one_step, self._examination.files = False, files
         self._examination.tracer.before_step.insert(0, self._before_step)
@@ -43,7 +45,6 @@ class Tracing:
         self._findings: dict[Finding, None] = {}
         self._exception: BaseException | None = None
         self._zeros = 0
-        self._open = ExitStack()
 
     @property
     def diagnosis(self) -> Diagnosis:
@@ -52,22 +53,36 @@ class Tracing:
         findings = sorted(self._findings, key=lambda finding: order.index(finding.severity))
         return Diagnosis(tuple(findings), self._exception)
 
-    def can_pause(self) -> bool:
-        """Tell whether the block can be left here: nothing that was entered after it is still open."""
-        return self._examination.tracer.can_stop()
-
     def __enter__(self) -> Tracing:
-        self._open.enter_context(self._examination.running())
+        self._examination.tracer.install()
+        self.resume()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._open.close()
+        if self.tracing:
+            self.pause(error)
+        self._examination.tracer.uninstall()
+
+    def resume(self) -> None:
+        """Go on tracing after `pause`."""
+        self.tracing = True
+        self._examination.resume()
+
+    def pause(self, error: BaseException | None = None) -> None:
+        """Stop tracing until `resume`, and say what was found in what has been traced.
+
+        Args:
+            error: What ended the block.
+        """
+        self.tracing = False
+        self._examination.pause()
         self._exception = error if isinstance(error, Exception) else None
         trace = self._examination.tracer.trace
         if self._exception is not None or trace.backwards or not self.steps:
             self._findings.update(dict.fromkeys(self._examination.conclude(self._exception).findings))
+        self._begin_step()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         trace = self._examination.tracer.trace
@@ -79,8 +94,14 @@ class Tracing:
         if examination.thorough or examination.tracer.trace.optimizer_steps[-1].again:
             self._zeros = len(examination.tracer.trace.zeros)
             self._findings.update(dict.fromkeys(examination.conclude(None).findings))
+        self._begin_step()
+        if self.after_step is not None and examination.tracer.can_pause():
+            self.after_step()
+
+    def _begin_step(self) -> None:
+        examination, model = self._examination, self._examination.model
         examination.tracer.begin_again()
-        examination.gradients = Gradients(self._model.parameters() if self._model is not None else ())
+        examination.gradients = Gradients(model.parameters() if model is not None else ())
         examination.thorough = True
 
 
