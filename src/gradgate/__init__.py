@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradgate import masked as masked
     from gradgate import modes as modes
     from gradgate import replaying as replaying
+    from gradgate import testing as testing
     from gradgate.doctor import Diagnosis as Diagnosis
     from gradgate.doctor import diagnose as diagnose
     from gradgate.doctor import trace as trace
@@ -124,6 +125,7 @@ _ROOMS = (
     "modes",
     "records",
     "replaying",
+    "testing",
 )
 
 __all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
