@@ -20,10 +20,11 @@ hypothesis.settings.load_profile("default")
 
 @pytest.fixture(autouse=True)
 def _same_start(doctest_namespace):
-    """Give every test the same random state, and make sure that none leaves recording switched off."""
+    """Give every test the same random state, and make sure that none leaves something switched on or off."""
     import gradgate
 
     doctest_namespace.update(torch=torch, gg=gradgate)
     torch.manual_seed(0)
     yield
     assert torch.is_grad_enabled(), "this test left gradient recording switched off"
+    assert not torch.nn.modules.module._has_any_global_hook(), "this test left hooks on all modules"

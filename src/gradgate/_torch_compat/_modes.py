@@ -1,0 +1,62 @@
+"""Modes of this thread: recording, and what stands between a call and the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+__all__ = ["DispatchMode", "enter_mode", "leave_mode", "on_top", "read_grad_mode", "undispatched", "write_grad_mode"]
+
+read_grad_mode = torch.is_grad_enabled
+"""Tell whether this thread records; the public name, kept beside its counterpart."""
+
+
+# torch.set_grad_enabled is a class that does this and more; the bare switch costs a tenth of it.
+write_grad_mode = torch._C._set_grad_enabled
+"""Switch this thread's recording on or off, with nothing around it."""
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that sees every operation; it runs while nothing is compiled, and so without Dynamo's wrapper."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+undispatched = torch._C._DisableTorchDispatch
+"""A block whose operations go past every dispatch mode: the tracer's own look at a tensor is not traced."""
+
+
+def enter_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
+    """Put a mode in force in this thread.
+
+    Args:
+        mode: A mode.
+    """
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def leave_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
+    """Take a mode that is on top out of force.
+
+    Args:
+        mode: A mode.
+    """
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
+    """Tell whether a mode was entered last in this thread, so that it can be left.
+
+    Args:
+        mode: A mode.
+
+    Returns:
+        Whether it lies on top of the modes of its kind.
+    """
+    if isinstance(mode, DispatchMode):
+        return _get_current_dispatch_mode() is mode
+    top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return top is mode

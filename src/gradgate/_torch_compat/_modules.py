@@ -1,0 +1,95 @@
+"""Modules: their hooks, their buffers, and what compiling wraps around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as module_hooks
+
+__all__ = ["ModuleCall", "buffers_of", "innermost_call", "is_compiled", "watched_modules", "without_compiled_wrappers"]
+
+
+def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
+    """Give the module that torch.compile wrapped, which has the names that the user gave; else the module itself.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The wrapped module, or the same one.
+    """
+    inner = module._modules.get("_orig_mod")
+    return inner if inner is not None else module
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether a module, as such, was compiled: wrapped by torch.compile or by its own `compile()`.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether it was.
+    """
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Give a module's own table of buffers: writing an entry rebinds the buffer, whatever the module's setters do."""
+    return module._buffers
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module, as a traceback shows it."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
+
+
+def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
+    """Find the innermost call of a module that an exception came through, with its arguments.
+
+    Args:
+        traceback: The exception's traceback.
+
+    Returns:
+        The call, or None if the exception came through no module.
+    """
+    found = None
+    while traceback is not None:
+        if traceback.tb_frame.f_code is _MODULE_CALL:
+            found = traceback.tb_frame
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    seen = found.f_locals
+    return ModuleCall(seen["self"], seen["args"], seen["kwargs"])
+
+
+@contextmanager
+def watched_modules(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call functions around the forward of every module, as long as the block lasts.
+
+    Args:
+        enter: Called before, with the module and its positional arguments.
+        leave: Called after, with the module, its positional and keyword arguments, and its output.
+    """
+    handles = [
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+            # Not removed by torch 2.13; what is left there makes torch.compile believe in global hooks for ever.
+            module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)

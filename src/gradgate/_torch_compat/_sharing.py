@@ -1,0 +1,79 @@
+"""Tensors that share memory, and work on many tensors at once."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["copy_tensors", "find_non_finite", "recorded_without_copy", "without_copy", "write_mark"]
+
+
+def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
+    """Give a tensor of its own with the values, strides and memory of x, as a node of the graph behind x.
+
+    The memory is shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
+    operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone).
+
+    Args:
+        x: A tensor.
+
+    Returns:
+        The same values under another name. None for a parameter (and a view of one): its memory must stay where it
+        is. None also where torch cannot do it: memory that it does not own (numpy's, shared memory), layouts that are
+        not strided, many subclasses, and complex dtypes while recording.
+    """
+    owner = x if x._base is None else x._base
+    if owner.is_leaf and owner.requires_grad:
+        return None
+    try:
+        return torch._lazy_clone(x)
+    except RuntimeError:
+        return None
+
+
+def without_copy(x: torch.Tensor) -> torch.Tensor:
+    """Do the same while nothing is recorded, for any tensor.
+
+    Where copy-on-write is not to be had the result is a view. Autograd refuses to overwrite a view that an autograd
+    Function has returned, so x is safe there too.
+
+    Args:
+        x: A strided tensor.
+
+    Returns:
+        The same values under another name.
+    """
+    shared = recorded_without_copy(x)
+    return x.view_as(x) if shared is None else shared
+
+
+def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors in one call; half the time of a loop.
+
+    Args:
+        destinations: Where to; written in place.
+        sources: Where from, in the same order.
+    """
+    if destinations:
+        torch._foreach_copy_(destinations, sources)
+
+
+def find_non_finite(tensors: list[torch.Tensor], found: torch.Tensor, one: torch.Tensor) -> None:
+    """Set `found` to 1 if any element of any tensor is NaN or infinite, without waiting for the device.
+
+    It is what GradScaler uses: one fused pass that also multiplies by `one` in place, so the values stay as they
+    are, bit for bit. No other check of many tensors comes near its speed.
+
+    Args:
+        tensors: Dense floating-point tensors on one device.
+        found: A float32 tensor of one element on that device.
+        one: A float32 tensor of one element on that device that holds 1.
+
+    Raises:
+        RuntimeError: A tensor is of a kind that this pass does not know (sparse, complex, overlapping memory).
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+
+
+def write_mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """Give a mark of a tensor's memory that changes with in-place writes that autograd sees, and with new memory."""
+    return tensor.data_ptr(), tensor._version

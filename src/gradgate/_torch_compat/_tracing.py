@@ -1,0 +1,75 @@
+"""What is traced, and by whom: may the host look at values here?"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+__all__ = [
+    "assert_later",
+    "has_data",
+    "holds_its_values",
+    "inside_forward_mode",
+    "inside_functorch",
+    "is_compiling",
+    "is_traced",
+]
+
+inside_functorch = torch._C._are_functorch_transforms_active
+"""Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
+
+
+# torch.compile keeps it in the graph, FakeTensorMode knows it, a GPU runs it without waiting; vmap has no rule for it.
+assert_later = torch._assert_async
+"""Raise a RuntimeError with this message when the device finds the condition false; nothing waits for it."""
+
+
+def inside_forward_mode() -> bool:
+    """Tell whether a level of forward-mode differentiation is open in this thread (torch.func.jvp opens one too)."""
+    return forward_ad._current_level >= 0
+
+
+def is_traced() -> bool:
+    """Tell whether torch.compile, torch.func or forward-mode differentiation looks at this call."""
+    return is_compiling() or inside_functorch() or forward_ad._current_level >= 0
+
+
+def has_data(*tensors: torch.Tensor) -> bool:
+    """Tell whether the host may look at the values of tensors, one by one.
+
+    It may not while torch.compile or FakeTensorMode traces, on the meta device, or where vmap holds a whole batch
+    of values in the place of each one. Inside torch.func.grad and jvp it may.
+
+    Args:
+        *tensors: Any tensors.
+
+    Returns:
+        Whether `.item()`, `nonzero()` and boolean indexing work on all of them.
+    """
+    if is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return False
+    return all(_is_concrete(tensor) for tensor in tensors)
+
+
+def _is_concrete(tensor: torch.Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    # torch.autograd.grad(is_grads_batched=True) still runs backward under the older vmap, which nothing above sees.
+    legacy: bool = torch._C._functorch.is_legacy_batchedtensor(tensor)
+    return not (legacy or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def holds_its_values(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has its values in memory of its own, and does not wrap or only imitate others.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        False for fake tensors, distributed tensors and other subclasses that dispatch by themselves.
+    """
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
