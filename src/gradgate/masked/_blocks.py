@@ -22,7 +22,7 @@ from gradgate.masked._valid import Number
 
 __all__ = ["LANES", "Bits", "Buffer", "combined", "cut", "distances", "expand", "extreme", "fill", "squares", "sums"]
 
-BLOCK = 1 << 17  # elements: a piece of x, its mask and its buffers fit into the second-level cache
+BLOCK = 1 << 16  # elements: a piece of x, its mask and its buffers fit into the second-level cache
 COLUMNS = 1 << 13  # how much of a longer inner dimension is taken at once, so that a piece has several rows of it
 LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -147,7 +147,7 @@ def _reduced(
     result = results[0]
     # Beyond half of what the dtype can hold, an extreme may be what stands for the left-out.
     most = torch.finfo(result.dtype).max / 2
-    if not (result if result.numel() == 1 else result.abs().amax()).abs().item() < most:
+    if not abs(result.item() if result.numel() == 1 else result.abs().amax().item()) < most:
         rows = (~(result.abs() < most)).any(1).nonzero().squeeze(1)
         for first, again in zip(results, reduction(x[rows], mask[rows], exact=True), strict=True):
             first[rows] = again.to(first.dtype)
@@ -155,49 +155,72 @@ def _reduced(
 
 
 def _totals_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
-    if x.numel() <= BLOCK and not exact:  # one piece, without ceremony
-        return (_weighed_sum(x, mask.view(torch.uint8).to(x.dtype)),)
-    return (combined([_weighed_sum(*piece) for piece in _weighed(x, mask, exact)], x, torch.sum),)
+    if x.shape[0] == x.shape[2] == 1 and x.element_size() > 2:
+        return _dotted(x, mask, exact, counted=False)
+    results = [weights.mul_(source).sum(1, dtype=_wide(x)) for source, weights in _weighed(x, mask, exact)]
+    return (combined(results, x, torch.sum),)
 
 
 def _sums_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
-    if x.numel() <= BLOCK and not exact:
-        weights = mask.view(torch.uint8).to(x.dtype)
-        number = weights.sum(1, dtype=_wide(x))
-        return _weighed_sum(x, weights), number
+    if x.shape[0] == x.shape[2] == 1 and x.element_size() > 2:
+        return _dotted(x, mask, exact, counted=True)
     results, numbers = [], []
     for source, weights in _weighed(x, mask, exact):
         numbers.append(weights.sum(1, dtype=_wide(x)))
-        results.append(_weighed_sum(source, weights))
+        results.append(weights.mul_(source).sum(1, dtype=_wide(x)))
     return combined(results, x, torch.sum), combined(numbers, x, torch.sum, torch.int64)
+
+
+def _dotted(x: torch.Tensor, mask: torch.Tensor, exact: bool, counted: bool) -> tuple[torch.Tensor, ...]:
+    """Add up one single slice: multiplied and added in one go."""
+    flat, flat_mask = x.reshape(-1), mask.reshape(-1).view(torch.uint8)
+    mask_bits = Bits(x, 0, pieces=2) if exact else None
+    if flat.numel() <= 2 * BLOCK:  # one piece, without ceremony
+        weights = flat_mask.to(x.dtype)
+        source = flat if mask_bits is None else mask_bits.select(flat, flat_mask, torch.empty_like(weights))
+        total = torch.dot(source, weights).view(1, 1)
+        return (total, weights.sum().view(1, 1)) if counted else (total,)
+    buffer, clean = (torch.empty(BLOCK, dtype=x.dtype) for _ in range(2))
+    totals, numbers = [], []
+    for source, kept in zip(torch.split(flat, BLOCK), torch.split(flat_mask, BLOCK), strict=True):
+        weights = (buffer if len(source) == BLOCK else buffer[: len(source)]).copy_(kept)
+        if mask_bits is not None:
+            source = mask_bits.select(source, kept, clean[: len(source)])
+        totals.append(torch.dot(source, weights))
+        if counted:
+            numbers.append(weights.sum())
+    results = (torch.stack(totals), torch.stack(numbers).long()) if counted else (torch.stack(totals),)
+    return tuple(result.sum().view(1, 1) for result in results)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if x.element_size() == 2 else x.dtype
 
 
-def _weighed_sum(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    if x.shape[0] == x.shape[2] == 1 and x.element_size() > 2:  # one slice: multiplied and added in one go
-        return torch.dot(x.view(-1), weights.view(-1)).view(1, 1)
-    return weights.mul_(x).sum(1, dtype=_wide(x))
-
-
 def _squares_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
-    results, centers, numbers = [], [], []
+    if x.shape[1] * x.shape[2] > BLOCK:  # a slice is in several pieces, so its mean has to be known before
+        total, number = _sums_of_pieces(x, mask, exact)
+        center = total / number.clamp(min=1)
+        buffer = Buffer(x.dtype, x)
+        parts = [
+            _square_sum(source, weights, centers, buffer.of(source.shape))
+            for source, weights, centers in _weighed(x, mask, exact, _spread(center, x))
+        ]
+        return combined(parts, x, torch.sum), center, number
+    results: list[tuple[torch.Tensor, ...]] = []
     buffer = Buffer(x.dtype, x)
-    parted = x.shape[1] * x.shape[2] > BLOCK  # then the mean has to be known before
-    total, number = _sums_of_pieces(x, mask, exact) if parted else (x, x)
-    center = _spread(total / number.clamp(min=1), x) if parted else x
-    for source, weights, known in _weighed(x, mask, exact, center):
-        distance = buffer.of(source.shape)
-        if not parted:
-            numbers.append(weights.sum(1))
-            centers.append(torch.mul(source, weights, out=distance).sum(1) / numbers[-1].clamp(min=1))
-        torch.sub(source, known if parted else centers[-1].unsqueeze(1), out=distance).mul_(weights)
-        results.append(distance.mul_(distance).sum(1))
-    if parted:
-        return combined(results, x, torch.sum), total / number.clamp(min=1), number
-    return torch.cat(results), torch.cat(centers), torch.cat(numbers).long()
+    for source, weights in _weighed(x, mask, exact):
+        room = buffer.of(source.shape)
+        number = weights.sum(1)
+        center = torch.mul(source, weights, out=room).sum(1) / number.clamp(min=1)
+        results.append((_square_sum(source, weights, center.unsqueeze(1), room), center, number))
+    squares, centers, numbers = (torch.cat(parts) for parts in zip(*results, strict=True))
+    return squares, centers, numbers.long()
+
+
+def _square_sum(x: torch.Tensor, weights: torch.Tensor, center: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    distance = torch.sub(x, center, out=room).mul_(weights)
+    return distance.mul_(distance).sum(1)
 
 
 def _largest_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
@@ -270,10 +293,10 @@ def _weighed(x: torch.Tensor, mask: torch.Tensor, exact: bool, *more: torch.Tens
 
 
 class Buffer:
-    """Room for one piece of a tensor, used again for the next."""
+    """Room for one piece of a tensor (or a few), used again for the next."""
 
-    def __init__(self, dtype: torch.dtype, x: torch.Tensor) -> None:
-        self._flat = torch.empty(min(max(BLOCK, x.shape[2]), x.numel()), dtype=dtype)
+    def __init__(self, dtype: torch.dtype, x: torch.Tensor, pieces: int = 1) -> None:
+        self._flat = torch.empty(min(max(pieces * BLOCK, x.shape[2]), x.numel()), dtype=dtype)
         self._shaped = self._flat.view(1, -1, 1)
 
     def of(self, shape: torch.Size) -> torch.Tensor:
@@ -285,10 +308,10 @@ class Buffer:
 class Bits:
     """Selects elements of a dtype by their bits, with one value for those that are left out."""
 
-    def __init__(self, x: torch.Tensor, value: Number) -> None:
+    def __init__(self, x: torch.Tensor, value: Number, pieces: int = 1) -> None:
         self._lane = LANES[x.element_size()]
         self._value = torch.tensor(value, dtype=x.dtype).view(self._lane) if value != 0 else None
-        self._signed, self._ones = Buffer(torch.int8, x), Buffer(self._lane, x)
+        self._signed, self._ones = Buffer(torch.int8, x, pieces), Buffer(self._lane, x, pieces)
 
     def select(self, source: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write what is kept of the source, and the value for the rest, to out (which may be the source)."""

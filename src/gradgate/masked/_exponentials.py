@@ -51,10 +51,10 @@ def softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tenso
     function = torch.log_softmax if logarithm else torch.softmax
     nothing = -math.inf if logarithm else 0.0
     result = torch.empty(x.shape, dtype=x.dtype)
-    bits = _blocks.Bits(x.unsqueeze(1), -math.inf)
+    bits, buffer = _blocks.Bits(x.unsqueeze(1), -math.inf), _blocks.Buffer(x.dtype, x.unsqueeze(1))
     rows = max(_blocks.BLOCK // x.shape[1], 1)
     for source, kept, out in zip(*[torch.split(t, rows) for t in (x, mask, result)], strict=True):
-        function(bits.select(source, kept, out), 1, out=out)
+        function(bits.select(source, kept, buffer.of(source.shape)), 1, out=out)
         lost = out[:, 0].isnan()  # NaN or infinity was met, or nothing has a weight: then all of the row is NaN
         if lost.any():
             weightless = torch.where(kept[lost], source[lost], -math.inf).amax(1, keepdim=True) == -math.inf

@@ -123,7 +123,7 @@ def sums(
         The sums, in float32 for halves, and the numbers; without them, the sums again.
     """
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
-        grouped = _grouped(x, dims), _grouped(mask.expand(x.shape), dims)
+        grouped = _grouped(x, dims), _grouped(mask if mask.shape == x.shape else mask.expand(x.shape), dims)
         total, number = apply_function(_Sums, *grouped, counted) if recorded(x) else _blocks.sums(*grouped, counted)
         return _shaped(total, x, dims, keepdim), _shaped(number, x, dims, keepdim)
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
