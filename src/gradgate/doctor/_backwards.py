@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradgate._torch_compat import current_node, function_class_of, node_number, saved_tensors_of, undispatched
-from gradgate.doctor._looking import bad_kind, bad_rows, inputs_at, is_all_zero, total
+from gradgate.doctor._looking import bad_kind, bad_rows, inputs_at, is_all_zero, is_suspicious, total
 from gradgate.doctor._trace import Backward, BadValue, ZeroGradient
 
 if TYPE_CHECKING:
@@ -152,8 +152,10 @@ class _Look:
                     self._maybe_zero(tensor, incoming)
 
     def _maybe_bad(self, tensor: torch.Tensor, incoming: tuple[Any, ...]) -> None:
+        if any(x is not None and is_suspicious(x) for x in incoming):
+            return
         kind = bad_kind(tensor)
-        if kind is None or any(x is not None and not x.is_sparse and bad_kind(x) for x in incoming):
+        if kind is None:
             return
         trace = self.tracer.trace
         op = trace.op_number_of_node.get(self.number, -1)

@@ -7,11 +7,11 @@ accused.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from gradgate.doctor._looking import bad_kind, bad_rows, has_infinite_argument, inputs_at, total
+from gradgate.doctor._looking import bad_kind, bad_rows, has_infinite_argument, inputs_at, is_suspicious, total
 from gradgate.doctor._memory import region_of
 from gradgate.doctor._operators import Operator
 from gradgate.doctor._trace import BadValue
@@ -25,7 +25,7 @@ __all__ = ["Births"]
 class Mark(NamedTuple):
     """What is known of a piece of memory: "nan" or "inf", and which value it holds."""
 
-    kind: str
+    kind: Literal["nan", "inf"]
     value: int
 
 
@@ -136,14 +136,14 @@ class Births:
         kinds = {mark.kind for mark in before or () if mark is not None}
         trace = self.tracer.trace
         for tensor in inputs if before is None else inputs[len(before or [None]) :]:
-            mark = self._marks.get(region_of(tensor).storage)
-            found = bad_kind(tensor)
+            storage = region_of(tensor).storage
+            mark = self._marks.get(storage)
+            found = mark.kind if mark is not None else bad_kind(tensor) if is_suspicious(tensor) else None
             if found is None:
                 continue
             kinds.add(found)
-            value = self.tracer.values.of(tensor)
             if mark is None:
-                rows, shape = bad_rows(tensor), tuple(tensor.shape)
+                value, rows, shape = self.tracer.values.of(tensor), bad_rows(tensor), tuple(tensor.shape)
                 trace.bad.append(BadValue(found, "arrived", number, value, rows, shape, ""))
-                self._marks[region_of(tensor).storage] = Mark(found, value)
+                self._marks[storage] = Mark(found, value)
         return kind in kinds or "nan" in kinds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -122,37 +121,42 @@ def _names_of_torch(tree: ast.Module) -> set[str]:
     return found
 
 
-def bare_mode_statements(file: str) -> Iterator[Line]:
+def bare_mode_statements(file: str) -> tuple[Line, ...]:
     """Find statements such as `torch.no_grad()` alone on a line, which do nothing.
 
     Args:
         file: The file as Python knows it.
 
-    Yields:
+    Returns:
         Each line.
     """
-    tree = _tree(file)
-    if tree is None:
-        return
-    names = _names_of_torch(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called_name(node.value) in names:
-            yield Line(file, node.lineno)
+    return _found(file, len(linecache.getlines(file)))[0]
 
 
-def async_with_torch_decorator(file: str) -> Iterator[Line]:
-    """Find `async def` functions under a mode decorator of torch, which is in force only until the first await.
+def async_with_torch_decorator(file: str) -> tuple[Line, ...]:
+    """Find `async def` functions under a mode decorator of torch, which is left before the coroutine runs.
 
     Args:
         file: The file as Python knows it.
 
-    Yields:
+    Returns:
         The line of each decorator.
     """
+    return _found(file, len(linecache.getlines(file)))[1]
+
+
+@lru_cache(maxsize=256)
+def _found(file: str, size: int) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """Read a file once for both questions."""
     tree = _tree(file)
-    if tree is None:
-        return
-    names = _names_of_torch(tree) | {name.replace("no_grad", "set_grad_enabled") for name in _names_of_torch(tree)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AsyncFunctionDef):
-            yield from (Line(file, d.lineno) for d in node.decorator_list if _called_name(d) in names)
+    bare: list[Line] = []
+    decorated: list[Line] = []
+    if tree is not None:
+        names = _names_of_torch(tree)
+        switches = names | {name.replace("no_grad", "set_grad_enabled") for name in names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called_name(node.value) in names:
+                bare.append(Line(file, node.lineno))
+            elif isinstance(node, ast.AsyncFunctionDef):
+                decorated += [Line(file, d.lineno) for d in node.decorator_list if _called_name(d) in switches]
+    return tuple(bare), tuple(decorated)

@@ -115,14 +115,15 @@ class Watch:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._is_mine(optimizer) or getattr(optimizer, "found_inf", None) is not None:
             return None  # a fused optimizer under GradScaler skips the step by itself
-        if self._replaying:
-            self._snapshot.before_replayed_write(optimizer)
-        elif self._step_fn is not None:
+        if self._step_fn is not None and not self._replaying:
             self._snapshot.before_write(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if closure is None:
             self._look(held)
+        if self._replaying:
+            self._snapshot.before_replayed_write(optimizer)
+        if closure is None:
             return None
 
         def watched() -> Any:
