@@ -10,6 +10,7 @@ import torch
 
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
+from gradgate._torch_compat import has_data, inside_functorch
 from gradgate.errors import ArgumentTypeError
 
 __all__ = ["Exclude", "Number", "mask_of", "stored", "valid"]
@@ -82,7 +83,14 @@ def _matches(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch
     for number in _numbers(exclude, function):
         value = stored(number, x.dtype)
         if value is not None:
-            yield torch.isnan(x) if value != value else x == value
+            yield torch.isnan(x) if value != value else _equal(x, value)
+
+
+def _equal(x: torch.Tensor, value: Number) -> torch.Tensor:
+    # For bytes, torch compares with a number ten times faster if it may write 0 and 1 into bytes.
+    if x.element_size() == 1 and x.device.type == "cpu" and not inside_functorch() and has_data(x):
+        return torch.eq(x, value, out=torch.empty(x.shape, dtype=torch.uint8)).view(torch.bool)
+    return x == value
 
 
 def _numbers(exclude: Any, function: str) -> list[Number]:

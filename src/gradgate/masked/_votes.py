@@ -61,47 +61,45 @@ def vote_on_cpu(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tenso
     """
     shape, size = x.shape[:-1], x.shape[-1]
     few = size <= MOST_VOTES
-    low, high = _range(x, mask, 1 << (16 if x.element_size() == 1 else 32) - 9 if few else 4 * size)
+    # For votes a range that leaves room for count and index in 16 or 32 bits, for others one that is worth a table.
+    width = 1 << (15 if x.element_size() == 1 else 31) - _bits_of_keys(size, 0, 0) if few else 4 * size
+    low, high, far = _range(x, mask, width)
+    way: Callable[..., Found]
     if few and _bits_of_keys(size, low, high) < 64:
-        planes = x.movedim(-1, 0).reshape(size, -1)
-        kept = None if mask is None else mask.movedim(-1, 0).reshape(size, -1)
-        found, certain = _in_blocks(_by_pairs, planes, kept, 1, low, high)
+        way, dim = _by_pairs, 1
+        x, mask = x.movedim(-1, 0).reshape(size, -1), None if mask is None else mask.movedim(-1, 0).reshape(size, -1)
     else:
-        way = _by_bins if high - low < 4 * size else _by_torch if size <= LONG else _by_sorting
-        kept = None if mask is None else mask.reshape(-1, size)
-        found, certain = _in_blocks(way, x.reshape(-1, size), kept, 0, low, high)
-    return found[0].reshape(shape), found[1].reshape(shape), certain
-
-
-def _in_blocks(
-    way: Callable[..., Found], x: torch.Tensor, mask: torch.Tensor | None, dim: int, low: int, high: int
-) -> tuple[torch.Tensor, bool]:
+        way, dim = _by_bins if high - low < 4 * size else _by_torch if size <= LONG else _by_sorting, 0
+        x, mask = x.reshape(-1, size), None if mask is None else mask.reshape(-1, size)
     count, certain = x.shape[dim], True
     found = torch.empty((2, count), dtype=torch.int64)
     # Comparing pairs makes many small steps, which pay in larger blocks.
-    step = max(1, (BLOCK if dim == 0 else 4 * BLOCK) // x.shape[1 - dim])
+    step = max(1, (BLOCK if dim == 0 else 4 * BLOCK) // size)
     for start in range(0, count, step):
         stop = min(count, start + step)
         kept = None if mask is None else mask.narrow(dim, start, stop - start).view(torch.uint8)
-        indices, counts = way(_codes(x.narrow(dim, start, stop - start)), kept, low, high)
+        codes = _codes(x.narrow(dim, start, stop - start), kept)
+        indices, counts = way(codes.clamp(low, high) if far else codes, kept, low, high)
         found[0, start:stop], found[1, start:stop] = indices, counts
-        certain = certain and (mask is None or bool(counts.amin() > 0))
-    return found, certain
+        certain = certain and (kept is None or bool(counts.amin() > 0))
+    return found[0].reshape(shape), found[1].reshape(shape), certain
 
 
 # --- values as integers -----------------------------------------------------------------------------------------------
 
 
-def _codes(x: torch.Tensor) -> torch.Tensor:
-    """Give integers in the order of the values: one for 0.0 and -0.0, one above all others for every NaN."""
+def _codes(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """Give integers in the order of the values: one for 0.0 and -0.0, one above all others for all kept NaNs."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     if not x.is_floating_point():
         return x
     x = (x.float() if x.element_size() < 4 else x) + 0.0  # -0.0 + 0.0 is 0.0
     whole = torch.int32 if x.dtype is torch.float32 else torch.int64
-    nan = _holds(torch.ne, x, x, whole) if x.amax().isnan() else None
     bits = x.view(whole)
+    if kept is not None:
+        bits.mul_(kept.to(whole))
+    nan = _holds(torch.ne, x, x, whole) if x.amax().isnan() else None
     bits.bitwise_xor_((bits >> torch.iinfo(whole).bits - 1).bitwise_and_(torch.iinfo(whole).max))
     return bits if nan is None else bits.mul_(1 - nan).add_(nan.mul_(_code_of_nan(whole)))
 
@@ -111,25 +109,28 @@ def _code_of_nan(whole: torch.dtype) -> int:
     return 0x7F800001 if whole is torch.int32 else 0x7FF0000000000001
 
 
-def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int, int]:
-    """Give a range that holds the codes of all that is kept, preferably one narrower than a width."""
+def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int, int, bool]:
+    """Give a range that holds the codes of all that is kept, and whether others lie outside of it."""
     if x.is_floating_point():
         nan = _code_of_nan(torch.int64 if x.dtype is torch.float64 else torch.int32)
-        return -nan, nan
+        return -nan, nan, False
     if x.dtype is torch.bool or not x.numel():
-        return 0, 1
+        return 0, 1, False
     low, high = _limits(x)
     if mask is None or high - low < width:
-        return low, high
-    # What is left out may lie far away. Multiplied by 0 it does not; then 0 is in the range as well.
+        return low, high, False
+    # What is left out may lie far away. Multiplied by 0 it does not; then 0 is in the range as well. A first look at
+    # a part spares the whole where the kept values themselves are far apart.
     least = most = 0
-    step = max(1, BLOCK // 8 // x[0].numel()) if x.dim() > 1 else BLOCK // 8
-    for part, kept in zip(torch.split(x, step), torch.split(mask.view(torch.uint8), step), strict=True):
-        limits = _limits(part * kept)
-        least, most = min(least, limits[0]), max(most, limits[1])
+    first = min(len(x), max(1, BLOCK // 8 // x[0].numel()))
+    kept = mask.view(torch.uint8)
+    for part, present in ((x[:first], kept[:first]), (x[first:], kept[first:])):
+        if len(part):
+            limits = _limits(part * present)
+            least, most = min(least, limits[0]), max(most, limits[1])
         if most - least >= width:
-            return low, high
-    return least, most
+            return low, high, False
+    return least, most, True
 
 
 def _limits(x: torch.Tensor) -> tuple[int, int]:
@@ -187,7 +188,9 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
     whole = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64
     numbers = torch.arange(size, dtype=whole).unsqueeze(1)
     first = low if planes.element_size() > whole.itemsize else 0  # subtract where there is room for it
-    values = torch.empty(planes.shape, dtype=whole).copy_(planes - first if first else planes).sub_(low - first)
+    values = torch.empty(planes.shape, dtype=whole).copy_(planes - first if first else planes)
+    if low != first:
+        values.sub_(low)
     if kept is not None:
         # Each element that is left out becomes a value of its own: -1, -2, -3, ...
         absent = torch.empty(planes.shape, dtype=whole).copy_(kept).sub_(1)
@@ -207,16 +210,19 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
 
 def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
     """Count every value of the range; what is left out counts 0, in whatever bin it falls."""
-    bins = codes.to(torch.int64, copy=True)
-    if kept is not None:
-        bins.clamp_(low, high)
-    bins.sub_(low)
-    few = _narrowest(0, bins.shape[1])
-    weights = torch.ones((), dtype=few).expand(bins.shape) if kept is None else kept.to(few)
-    table = torch.zeros((len(bins), high - low + 1), dtype=few).scatter_add_(1, bins, weights)
-    counts, best = table.max(1)  # the first of several, so the smallest value
-    narrow = _narrowest(0, high - low)
-    return _last(_equals(bins.to(narrow), best.to(narrow), kept)), counts
+    width = high - low + 1
+    bins = codes.to(torch.int64)
+    bins = bins - low if low else bins
+    weights = torch.ones((), dtype=torch.int32).expand(bins.shape) if kept is None else kept.to(torch.int32)
+    table = torch.zeros((len(bins), width), dtype=torch.int32).scatter_add_(1, bins, weights)
+    if (bins.shape[1] + 1) * width < 1 << 31:
+        # Count and bin in one number, as in the comparison of pairs; torch.max with indices is slow.
+        best = table.mul_(width).add_(torch.arange(width - 1, -1, -1, dtype=torch.int32)).amax(1)
+        counts, found = best // width, width - 1 - best % width
+    else:
+        counts, found = table.max(1)  # the first of several, so the smallest value
+    narrow = _narrowest(0, width)
+    return _last(_equals(bins.to(narrow), found.to(narrow), kept)), counts
 
 
 def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
