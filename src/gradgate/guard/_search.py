@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import cycle, islice
 
-__all__ = ["Group", "Search", "Verdict", "isolate", "spread"]
+__all__ = ["Group", "Search", "Test", "Verdict", "isolate", "spread"]
 
 Group = list[int]
 SCREENED = 8

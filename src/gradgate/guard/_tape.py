@@ -1,13 +1,14 @@
 """Probing code around modules without running the modules again: they answer with the rows of what they gave.
 
 A fault in the body of a forward or in the loss is found by running that body on many groups of rows. The modules
-that had finished by then need not run again for this; while `answering` is in force they answer from the tape.
+that had finished by then need not run again for this: while a tape is installed they answer from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,26 +37,18 @@ class Tape:
         for answer in answers:
             self._by_module.setdefault(answer.module, []).append(answer.output)
         self.usable = all(answer.is_untouched() for answer in answers)
+        self.rewind(torch.empty(0, dtype=torch.int64))
 
     def __bool__(self) -> bool:
         return bool(self._by_module)
 
     @contextmanager
-    def answering(
-        self,
-        index: torch.Tensor,
-        leaves: list[torch.Tensor] | None = None,
-        *,
-        until: bool = False,
-        besides: torch.nn.Module | None = None,
-    ) -> Iterator[None]:
-        """Let the modules answer from the tape with these rows.
+    def installed(self, *, until: bool = False, besides: torch.nn.Module | None = None) -> Iterator[None]:
+        """Let the modules answer from the tape, with the rows that `rewind` was last called with.
 
         Args:
-            index: The rows.
-            leaves: Where to collect what was answered, as leaves that take a gradient; None for plain values.
-            until: End quietly at the first call that is not on the tape: it lies behind the place that the tape ends
-                at. Else such a call runs as ever.
+            until: Raise `Enough` at the first call that is not on the tape: it lies behind the place that the tape
+                ends at. Else such a call runs as ever.
             besides: A module whose call does not end it.
         """
 
@@ -65,50 +58,45 @@ class Tape:
 
         # `forward` in the instance's own dictionary goes before the class's; it was there before only by patching.
         before = {module: module.__dict__.get("forward") for module in self._by_module}
+        handle = register_module_forward_pre_hook(stop) if until else None
         try:
-            for module, outputs in self._by_module.items():
-                last = None if until else module.forward
-                module.__dict__["forward"] = self._answer(last, iter(outputs), index, leaves)
-            handle = register_module_forward_pre_hook(stop) if until else None
-            try:
-                yield
-            except Enough:
-                if not until:
-                    raise
-            finally:
-                if handle is not None:
-                    handle.remove()
+            for module in self._by_module:
+                module.__dict__["forward"] = partial(self._answer, module, None if until else module.forward)
+            yield
         finally:
+            if handle is not None:
+                handle.remove()
             for module, forward in before.items():
                 if forward is None:
                     module.__dict__.pop("forward", None)
                 else:
                     module.__dict__["forward"] = forward
 
-    def _answer(
-        self,
-        forward: Callable[..., Any] | None,
-        outputs: Iterator[Any],
-        index: torch.Tensor,
-        leaves: list[torch.Tensor] | None,
-    ) -> Callable[..., Any]:
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            try:
-                output = next(outputs)
-            except StopIteration:
-                if forward is None:
-                    raise Enough from None
-                return forward(*args, **kwargs)
-            taken = select_rows(output, index, self._size, self._batch_dim)
-            return taken if leaves is None else self._as_leaves(taken, len(index), leaves)
+    def rewind(self, index: torch.Tensor, leaves: list[torch.Tensor] | None = None) -> None:
+        """Start again with other rows.
 
-        return answer
+        Args:
+            index: The rows.
+            leaves: Where to collect what is answered, as leaves that take a gradient; None for plain values.
+        """
+        self._index, self._leaves = index, leaves
+        self._answered = dict.fromkeys(self._by_module, 0)
 
-    def _as_leaves(self, tree: Any, size: int, leaves: list[torch.Tensor]) -> Any:
+    def _answer(self, module: torch.nn.Module, forward: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
+        outputs, number = self._by_module[module], self._answered[module]
+        if number == len(outputs):
+            if forward is None:
+                raise Enough
+            return forward(*args, **kwargs)
+        self._answered[module] += 1
+        taken = select_rows(outputs[number], self._index, self._size, self._batch_dim)
+        return taken if self._leaves is None else self._as_leaves(taken, self._leaves)
+
+    def _as_leaves(self, tree: Any, leaves: list[torch.Tensor]) -> Any:
         values, form = tree_flatten(tree)
         for place, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 values[place] = value.detach().clone().requires_grad_()
-                if batch_dim_of(value, size, self._batch_dim) is not None:
+                if batch_dim_of(value, len(self._index), self._batch_dim) is not None:
                     leaves.append(values[place])
         return tree_unflatten(values, form)

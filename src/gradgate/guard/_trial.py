@@ -51,6 +51,7 @@ class Trial(Protocol):
     """A try that can be made again and again."""
 
     walks_back: bool
+    catch: Catch
 
     def forward(self, batch: Any, size: int) -> Outcome:
         """Run the user's code and judge its result, without walking back."""
@@ -69,7 +70,7 @@ class Trial(Protocol):
 class _Catching:
     """Runs code and takes what it raises for a fault, as far as that may be."""
 
-    _catch: Catch
+    catch: Catch
 
     def attempt(self, call: Callable[[], Any]) -> Outcome:
         """Run a part of the user's code.
@@ -82,7 +83,7 @@ class _Catching:
         """
         try:
             return Outcome(None, call())
-        except self._catch as error:
+        except self.catch as error:
             if must_pass(error):
                 raise
             return Outcome(Fault.raised(error))
@@ -113,7 +114,7 @@ class LossTrial(_Catching):
         self.scaler = scaler
         self._state = state
         self._check = check
-        self._catch = catch
+        self.catch = catch
         self.before_backward: Callable[[torch.Tensor], None] | None = None
 
     def forward(self, batch: Any, size: int) -> Outcome:
@@ -136,7 +137,7 @@ class LossTrial(_Catching):
             self.before_backward(loss)
         try:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        except self._catch as error:
+        except self.catch as error:
             if must_pass(error):
                 raise
             outcome.fault = Fault.raised(error, "backward")
@@ -152,7 +153,7 @@ class LossTrial(_Catching):
     def _call(self, batch: Any, size: int) -> Outcome:
         try:
             value = self.function(batch)
-        except self._catch as error:
+        except self.catch as error:
             if must_pass(error):
                 raise
             return Outcome(Fault.raised(error))
@@ -195,7 +196,7 @@ class OutputTrial(_Catching):
 
     def __init__(self, function: Callable[[Any], Any], catch: Catch, batch_dim: int) -> None:
         self.function = function
-        self._catch = catch
+        self.catch = catch
         self._batch_dim = batch_dim
 
     def forward(self, batch: Any, size: int) -> Outcome:
