@@ -125,7 +125,8 @@ def sums(
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
         grouped = _grouped(x, dims), _grouped(mask if mask.shape == x.shape else mask.expand(x.shape), dims)
         total, number = apply_function(_Sums, *grouped, counted) if recorded(x) else _blocks.sums(*grouped, counted)
-        return _shaped(total, x, dims, keepdim), _shaped(number, x, dims, keepdim)
+        total = _shaped(total, x, dims, keepdim)
+        return total, _shaped(number, x, dims, keepdim) if counted else total
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
     total = fill(x, mask, 0).sum(dims, keepdim=keepdim, dtype=wide)
     return total, counts(mask, x.shape, dims, keepdim) if counted else total
@@ -239,6 +240,8 @@ def _with_weight(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> tuple[torch
 
 def _grouped(x: torch.Tensor, dims: Dims) -> torch.Tensor:
     """Give x as (outer, reduced, inner)."""
+    if len(dims) == x.dim():
+        return x.reshape(1, x.numel(), 1)
     first, last = (dims[0], dims[-1] + 1) if dims else (0, 0)
     if dims != tuple(range(first, last)):  # not side by side
         first, last = x.dim() - len(dims), x.dim()
@@ -248,6 +251,8 @@ def _grouped(x: torch.Tensor, dims: Dims) -> torch.Tensor:
 
 def _shaped(result: torch.Tensor, x: torch.Tensor, dims: Dims, keepdim: bool) -> torch.Tensor:
     """Give a result of shape (outer, inner) the shape that keepdim asks for."""
+    if len(dims) == x.dim() and not keepdim:
+        return result.view(())
     kept = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
     return result.reshape(kept)
 
