@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gradgate.doctor._page import page_of
 from gradgate.doctor._terminal import lines_of
+from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 
 __all__ = ["Diagnosis"]
@@ -54,11 +55,20 @@ class Diagnosis:
         Returns:
             The findings.
 
+        Raises:
+            ArgumentValueError: There is no such severity.
+
         Example:
             >>> gg.doctor.Diagnosis().at_least("error")
             ()
         """
         order = ("error", "warning", "info")
+        if severity not in order:
+            raise ArgumentValueError(
+                f"at_least(): `severity` is {severity!r}.",
+                why='it is one of "error", "warning" and "info".',
+                fix='diagnosis.at_least("error")',
+            )
         return tuple(f for f in self.findings if order.index(f.severity) <= order.index(severity))
 
     def to_dict(self) -> dict[str, Any]:
