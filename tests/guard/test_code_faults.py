@@ -159,6 +159,55 @@ def test_a_fault_that_no_row_explains_is_raised():
     assert "no sample can be blamed for it" in caught.value.__notes__[-1]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_loss_that_writes_into_the_batch_cannot_be_tried_again(nested):
+    """Trying again would normalise twice: a silently wrong gradient."""
+    model = nn.Linear(3, 1)
+    x = torch.randn(8, 3)
+    x[2] = float("nan")
+    batch = {"inputs": [x]} if nested else x
+
+    def loss_fn(batch):
+        return model((batch["inputs"][0] if nested else batch).div_(2)).mean()
+
+    with pytest.raises(gg.TooManyBadSamples, match="the batch was written to in place, so nothing can be tried again"):
+        gg.Guard(model).step(batch, loss_fn)
+    assert model.weight.grad is None
+
+
+def test_a_loss_that_does_not_use_its_batch_is_told():
+    model = nn.Linear(3, 1)
+    x = torch.randn(8, 3)
+    x[2] = 1e9
+
+    def loss_fn(batch):
+        if bool((x > 1e6).any()):
+            raise ValueError("too large")
+        return model(x).mean()
+
+    with pytest.raises(ValueError, match="too large") as caught:
+        gg.Guard(model).step(x.clone(), loss_fn)
+    assert "must use the batch that it is given" in str(caught.value.__cause__)
+
+
+def test_an_empty_batch():
+    model = nn.Linear(3, 1)
+    assert gg.Guard(model).step(torch.zeros(0, 3), lambda x: model(x).sum()).kept == []
+    with pytest.raises(gg.TooManyBadSamples, match="in a batch of 0 samples"):
+        gg.Guard(model).step(torch.zeros(0, 3), lambda x: model(x).mean())
+
+
+def test_a_batch_that_carries_a_graph_of_its_own_is_raised_not_blamed():
+    """What was computed before the step can be walked back once only."""
+    encoder, model = nn.Linear(3, 3), nn.Linear(3, 1)
+    zero = torch.ones(6)
+    zero[1] = 0
+    with pytest.raises(RuntimeError, match="second time"):
+        gg.Guard(model).step(
+            (encoder(torch.randn(6, 3)).tanh(), zero), lambda b: (model(b[0]).square().sum(1) * b[1]).sqrt().mean()
+        )
+
+
 def test_a_copy_of_the_training_goes_on_after_the_error():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     twin = copy.deepcopy(model)

@@ -19,6 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from gradgate._names import describe, listed
+from gradgate._torch_compat import tree_flatten, write_mark
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["BatchReader", "Ids", "Rows", "Select", "batch_dim_of", "index_of", "is_array", "select_rows"]
@@ -76,6 +77,13 @@ class BatchReader:
             )
         return found
 
+    def write_marks(self, batch: Any) -> list[tuple[int, int]]:
+        """Give marks of a batch that change when somebody writes into its tensors."""
+        parts = self._parts(batch)
+        if any(type(part) is not torch.Tensor for part in parts):
+            parts = tree_flatten(batch)[0]
+        return [write_mark(part) for part in parts if type(part) is torch.Tensor and not part.is_nested]
+
     def select(self, batch: Any, rows: Rows, size: int) -> Any:
         """Take some samples of a batch.
 
@@ -93,14 +101,16 @@ class BatchReader:
 
     def _plain_size(self, batch: Any) -> int:
         """Give the size of a few tensors of one length, or -1 for anything else."""
-        kind = type(batch)
-        parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
         size, dim = -1, self.batch_dim
-        for part in parts:
+        for part in self._parts(batch):
             if type(part) is not torch.Tensor or part.dim() <= dim or part.is_nested or part.size(dim) != size >= 0:
                 return -1
             size = part.size(dim)
         return size
+
+    def _parts(self, batch: Any) -> Iterable[Any]:
+        kind = type(batch)
+        return batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
 
     def _agreed(self, batch: Any, ids: Ids | None) -> int:
         possible = _sizes(batch, self.batch_dim)

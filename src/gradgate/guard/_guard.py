@@ -17,7 +17,7 @@ from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, 
 from gradgate.guard._batches import BatchReader, Ids, Select, batch_dim_of, index_of
 from gradgate.guard._finite import FiniteCheck
 from gradgate.guard._incidents import Recorder
-from gradgate.guard._recovery import Dropped, Recovered, Recovery
+from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
 from gradgate.guard._result import Step, Summary
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tables import incident_table
@@ -227,10 +227,13 @@ class Guard:
     ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
         """Make a try, and recover from its fault; whatever is raised, everything is as before."""
         self._state.remember()
+        marks = self._reader.write_marks(batch)
         try:
             outcome = trial.run(batch, size)
             if outcome.fault is None:
                 return outcome, None, ()
+            if self._reader.write_marks(batch) != marks:
+                raise_as_it_is(outcome.fault, size, "the batch was written to in place, so nothing can be tried again")
             recovered, incidents = self._recover(trial, outcome, batch, size, ids)
         except torch.AcceleratorError:
             self._state.give_back_gradients()  # the device died; more would only hide its error

@@ -109,7 +109,7 @@ class Recorder:
         if self.ids is None:
             return None
         name = self.ids[row]
-        return str(name.item() if isinstance(name, torch.Tensor) else name)
+        return str(name.tolist() if isinstance(name, torch.Tensor) else name)
 
     def _path(self, module: torch.nn.Module | None) -> str | None:
         if module is None:

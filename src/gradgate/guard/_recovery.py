@@ -16,7 +16,7 @@ from gradgate.guard._scenes import Scenes
 from gradgate.guard._state import TrainingState
 from gradgate.guard._trial import Outcome, Trial
 
-__all__ = ["Dropped", "Recovered", "Recovery"]
+__all__ = ["Dropped", "Recovered", "Recovery", "raise_as_it_is"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,24 +183,41 @@ class Recovery:
                 result.reasons.append(reason)
 
     def _raise(self, fault: Fault, result: Recovered, evidence: str) -> NoReturn:
-        """Raise a fault that is nobody's: the user's exception with the evidence behind it, or an error of our own."""
+        """Raise a fault that is nobody's."""
         if result.dropped:
             rows = listed([drop.row for drop in result.dropped])
             evidence = f"without the bad samples (rows {rows}) the batch cannot run either: {evidence}"
-        if fault.error is None:
-            if spoilt := self.state.spoilt_parameters():
-                evidence = f"{evidence}; parameters are not finite themselves: {listed(spoilt, 3)}"
-            raise TooManyBadSamples(
-                f"Guard: {fault.message} in a batch of {self.size} samples; {evidence}.",
-                why="a fault that no sample can be blamed for is in the code, the weights or the learning rate; "
-                "a loss can also be a mean over nothing (cross_entropy with every label ignored).",
-                fix="gg.diagnose(lambda: loss_fn(batch), model=model)   # shows where it is born",
-            )
-        error = fault.error
-        told = GradgateError(f"Guard: {evidence}.", why="a fault of the code must be seen; no sample was dropped.")
-        told.__cause__ = error.__cause__
-        error.add_note(f"gradgate: {evidence}; no sample was dropped, and everything is as before the step.")
-        raise error from told
+        if fault.error is None and (spoilt := self.state.spoilt_parameters()):
+            evidence = f"{evidence}; parameters are not finite themselves: {listed(spoilt, 3)}"
+        raise_as_it_is(fault, self.size, evidence)
+
+
+def raise_as_it_is(fault: Fault, size: int, evidence: str) -> NoReturn:
+    """Raise a fault that no sample is blamed for: the user's exception with the evidence behind it, or our own.
+
+    Args:
+        fault: The fault.
+        size: How many samples the batch has.
+        evidence: What speaks against blaming a sample.
+
+    Raises:
+        TooManyBadSamples: The fault is no exception but a value that is not finite.
+    """
+    if fault.error is None:
+        raise TooManyBadSamples(
+            f"Guard: {fault.message} in a batch of {size} samples; {evidence}.",
+            why="a fault that no sample can be blamed for is in the code, the weights or the learning rate; "
+            "a loss can also be a mean over nothing (cross_entropy with every label ignored).",
+            fix="gg.diagnose(lambda: loss_fn(batch), model=model)   # shows where it is born",
+        )
+    told = GradgateError(
+        f"Guard: {evidence}.",
+        why="a fault of the code must be seen; no sample was dropped.",
+        fix="loss_fn(batch)   # must use the batch that it is given: the guard calls it with parts of yours",
+    )
+    told.__cause__ = fault.error.__cause__
+    fault.error.add_note(f"gradgate: {evidence}; no sample was dropped, and everything is as before the step.")
+    raise fault.error from told
 
 
 def _dropped(found: Localisation, rows: list[int]) -> list[Dropped]:
