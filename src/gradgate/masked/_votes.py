@@ -18,7 +18,7 @@ __all__ = ["vote_anywhere", "vote_on_cpu"]
 
 MOST_VOTES = 16
 LONG = 4096
-BLOCK = 1 << 17
+BLOCK = 1 << 18
 
 
 Found = tuple[torch.Tensor, torch.Tensor]
@@ -73,8 +73,7 @@ def vote_on_cpu(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tenso
         x, mask = x.reshape(-1, size), None if mask is None else mask.reshape(-1, size)
     count, certain = x.shape[dim], True
     found = torch.empty((2, count), dtype=torch.int64)
-    # Comparing pairs makes many small steps, which pay in larger blocks.
-    step = max(1, (BLOCK if dim == 0 else 4 * BLOCK) // size)
+    step = max(1, BLOCK // size)
     for start in range(0, count, step):
         stop = min(count, start + step)
         kept = None if mask is None else mask.narrow(dim, start, stop - start).view(torch.uint8)
@@ -122,7 +121,7 @@ def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int,
     # What is left out may lie far away. Multiplied by 0 it does not; then 0 is in the range as well. A first look at
     # a part spares the whole where the kept values themselves are far apart.
     least = most = 0
-    first = min(len(x), max(1, BLOCK // 8 // x[0].numel()))
+    first = min(len(x), max(1, BLOCK // 16 // x[0].numel()))
     kept = mask.view(torch.uint8)
     for part, present in ((x[:first], kept[:first]), (x[first:], kept[first:])):
         if len(part):
@@ -211,18 +210,14 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
 def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
     """Count every value of the range; what is left out counts 0, in whatever bin it falls."""
     width = high - low + 1
-    bins = codes.to(torch.int64)
-    bins = bins - low if low else bins
-    weights = torch.ones((), dtype=torch.int32).expand(bins.shape) if kept is None else kept.to(torch.int32)
-    table = torch.zeros((len(bins), width), dtype=torch.int32).scatter_add_(1, bins, weights)
-    if (bins.shape[1] + 1) * width < 1 << 31:
-        # Count and bin in one number, as in the comparison of pairs; torch.max with indices is slow.
-        best = table.mul_(width).add_(torch.arange(width - 1, -1, -1, dtype=torch.int32)).amax(1)
-        counts, found = best // width, width - 1 - best % width
-    else:
-        counts, found = table.max(1)  # the first of several, so the smallest value
-    narrow = _narrowest(0, width)
-    return _last(_equals(bins.to(narrow), found.to(narrow), kept)), counts
+    values = codes.to(_narrowest(min(low, 0), max(high, width)))
+    values = values - low if low else values
+    keys = _narrowest(0, (values.shape[1] + 1) * width)
+    weights = torch.ones((), dtype=keys).expand(values.shape) if kept is None else kept.to(keys)
+    table = torch.zeros((len(values), width), dtype=keys).scatter_add_(1, values.to(torch.int64), weights)
+    # Count and value in one number, as in the comparison of pairs; torch.max with indices is slow.
+    best = table.mul_(width).add_(torch.arange(width - 1, -1, -1, dtype=keys)).amax(1)
+    return _last(_equals(values, (width - 1 - best % width).to(values.dtype), kept)), best // width
 
 
 def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
