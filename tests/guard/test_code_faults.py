@@ -2,12 +2,16 @@
 
 import copy
 import traceback
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
 from torch import nn
 
 import gradgate as gg
+
+
+Named = namedtuple("Named", "inputs")
 
 
 class Counting(nn.Module):
@@ -159,16 +163,16 @@ def test_a_fault_that_no_row_explains_is_raised():
     assert "no sample can be blamed for it" in caught.value.__notes__[-1]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_loss_that_writes_into_the_batch_cannot_be_tried_again(nested):
+@pytest.mark.parametrize("kind", [list, lambda x: {"inputs": x}, lambda x: UserDict(inputs=x), Named])
+def test_a_loss_that_writes_into_the_batch_cannot_be_tried_again(kind):
     """Trying again would normalise twice: a silently wrong gradient."""
     model = nn.Linear(3, 1)
     x = torch.randn(8, 3)
     x[2] = float("nan")
-    batch = {"inputs": [x]} if nested else x
+    batch = kind([x])
 
     def loss_fn(batch):
-        return model((batch["inputs"][0] if nested else batch).div_(2)).mean()
+        return model(x.div_(2)).mean()
 
     with pytest.raises(gg.TooManyBadSamples, match="the batch was written to in place, so nothing can be tried again"):
         gg.Guard(model).step(batch, loss_fn)

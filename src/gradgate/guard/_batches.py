@@ -12,14 +12,14 @@ import copy
 import dataclasses
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from gradgate._names import describe, listed
-from gradgate._torch_compat import tree_flatten, write_mark
+from gradgate._torch_compat import write_mark
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["BatchReader", "Ids", "Rows", "Select", "batch_dim_of", "index_of", "is_array", "select_rows"]
@@ -81,7 +81,7 @@ class BatchReader:
         """Give marks of a batch that change when somebody writes into its tensors."""
         parts = self._parts(batch)
         if any(type(part) is not torch.Tensor for part in parts):
-            parts = tree_flatten(batch)[0]
+            parts = _leaves(batch)
         return [write_mark(part) for part in parts if type(part) is torch.Tensor and not part.is_nested]
 
     def select(self, batch: Any, rows: Rows, size: int) -> Any:
@@ -211,6 +211,15 @@ def _children(tree: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(tree):
         return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     return None
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    children = None if _is_shared(tree) or isinstance(tree, torch.Tensor) or is_array(tree) else _children(tree)
+    if children is None:
+        yield tree
+    else:
+        for child in children.values():
+            yield from _leaves(child)
 
 
 def _rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
