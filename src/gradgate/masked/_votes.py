@@ -73,7 +73,7 @@ def vote_on_cpu(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tenso
         x, mask = x.reshape(-1, size), None if mask is None else mask.reshape(-1, size)
     count, certain = x.shape[dim], True
     found = torch.empty((2, count), dtype=torch.int64)
-    step = max(1, BLOCK // size)
+    step = max(1, (BLOCK << dim) // size)  # comparing pairs makes many small steps, which pay in larger blocks
     for start in range(0, count, step):
         stop = min(count, start + step)
         kept = None if mask is None else mask.narrow(dim, start, stop - start).view(torch.uint8)
