@@ -77,3 +77,10 @@ loader: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
 for batch in gg.resilient(loader, refill=True, ledger="run.ledger"):
     size: int = batch.shape[0]
 left_out: tuple[gg.Incident, ...] = gg.resilient(loader).incidents
+
+diagnosis: gg.Diagnosis = gg.diagnose(lambda: last(x).mean(), model=last)
+findings: tuple[gg.Finding, ...] = diagnosis.at_least("warning")
+with gg.watch(last, None, on_bad="skip") as watch, gg.trace(last) as traced:
+    loss: torch.Tensor = watch.step(lambda: last(x).mean())
+told: str = traced.diagnosis.to_json()
+gg.testing.assert_learns(last, x, lambda batch: last(batch).mean(), steps=3)

@@ -3,9 +3,7 @@
 import torch
 from torch import nn
 
-from tests.doctor.programs import healthy
-
-X = torch.linspace(-1, 1, 24).reshape(6, 4)
+from tests.doctor.programs import X, healthy
 
 
 @healthy("GG802", "GG803")

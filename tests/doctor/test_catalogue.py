@@ -1,4 +1,4 @@
-"""Every kind of finding has at least three faulty programs and two healthy look-alikes, and its code is unique."""
+"""Every kind of finding has at least three faulty programs and two healthy look-alikes, and all of them end well."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.doctor import (  # noqa: F401 - each fills the tables
     test_unlearned,
     test_zeros,
 )
-from tests.doctor.programs import FAULTY, HEALTHY, check_healthy
+from tests.doctor.programs import FAULTY, HEALTHY, check_faulty, check_healthy
 
 SOURCES = [path.read_text() for path in Path(gradgate.doctor.__file__).parent.glob("*.py")]
 CODES = sorted({code for source in SOURCES for code in re.findall(r'"(GG\d{3})"', source)})
@@ -32,6 +32,15 @@ def test_it_has_programs(code):
     assert len(HEALTHY[code]) >= 2
 
 
-@pytest.mark.parametrize("program", [quiet.blocks_and_decorators, quiet.a_function_of_the_same_name])
-def test_no_false_alarm(program):
-    check_healthy(program)
+def rows(table):
+    return [pytest.param(code, program, id=f"{code}-{program.__name__}") for code in table for program in table[code]]
+
+
+@pytest.mark.parametrize(("code", "program"), rows(FAULTY))
+def test_the_line_is_named(code, program):
+    check_faulty(code, program)
+
+
+@pytest.mark.parametrize(("code", "program"), rows(HEALTHY))
+def test_no_false_alarm(code, program):
+    check_healthy(code, program)

@@ -1,21 +1,13 @@
 """Parameters without a gradient, and the line that is to blame."""
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradgate as gg
-from tests.doctor import library, programs
-from tests.doctor.programs import FAULTY, HEALTHY, check_faulty, check_healthy, faulty, healthy, silence
-
-X = torch.linspace(-1, 1, 24).reshape(6, 4)
-
-
-def two():
-    torch.manual_seed(1)
-    return nn.ModuleDict({"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
+from tests.doctor import library
+from tests.doctor.programs import X, check_faulty, faulty, healthy, silence, two
 
 
 class Detaching(nn.Module):
@@ -325,20 +317,6 @@ def validation_inside_the_step():
         return m.head(m.encoder(X)).mean()
 
     return step, m
-
-
-ROWS, NAMES = programs.of(FAULTY, __name__)
-LOOKALIKES, LOOKALIKE_NAMES = programs.of(HEALTHY, __name__)
-
-
-@pytest.mark.parametrize(("code", "program"), ROWS, ids=NAMES)
-def test_the_line_is_named(code, program):
-    check_faulty(code, program)
-
-
-@pytest.mark.parametrize(("code", "program"), LOOKALIKES, ids=LOOKALIKE_NAMES)
-def test_no_false_alarm(code, program):
-    check_healthy(program)
 
 
 def test_the_parameters_and_their_module_are_named():

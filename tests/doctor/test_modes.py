@@ -1,19 +1,10 @@
 """Modes that are not what the user thinks."""
 
-import pytest
 import torch
 from torch import nn
 
 import gradgate as gg
-from tests.doctor import programs
-from tests.doctor.programs import FAULTY, HEALTHY, check_faulty, faulty, healthy
-
-X = torch.linspace(-1, 1, 24).reshape(6, 4)
-
-
-def two():
-    torch.manual_seed(1)
-    return nn.ModuleDict({"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
+from tests.doctor.programs import X, check_faulty, faulty, healthy, two
 
 
 def loss_of(m):
@@ -320,25 +311,6 @@ def recalibrated_statistics():
         return m(X).mean()
 
     return step, m
-
-
-# The programs of GG802 and GG803 are found by reading the file, so everything in this file "has" them.
-READ = ("GG802", "GG803")
-
-
-ROWS, NAMES = programs.of(FAULTY, __name__)
-LOOKALIKES, LOOKALIKE_NAMES = programs.of(HEALTHY, __name__)
-
-
-@pytest.mark.parametrize(("code", "program"), ROWS, ids=NAMES)
-def test_the_line_is_named(code, program):
-    check_faulty(code, program)
-
-
-@pytest.mark.parametrize(("code", "program"), LOOKALIKES, ids=LOOKALIKE_NAMES)
-def test_no_false_alarm(code, program):
-    diagnosis = programs.examine(program)
-    assert not [f for f in diagnosis.at_least("warning") if f.code not in READ], str(diagnosis)
 
 
 def test_a_tensor_of_the_model_is_named():

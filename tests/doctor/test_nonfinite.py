@@ -1,20 +1,11 @@
 """NaN and infinities: where they were born, from what, in which samples, and whether they do harm."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import gradgate as gg
-from tests.doctor import programs
-from tests.doctor.programs import FAULTY, HEALTHY, check_faulty, check_healthy, faulty, healthy
-
-X = torch.linspace(-1, 1, 24).reshape(6, 4)
-
-
-def two():
-    torch.manual_seed(1)
-    return nn.ModuleDict({"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
+from tests.doctor.programs import X, faulty, healthy, two
 
 
 @faulty("GG401")
@@ -272,20 +263,6 @@ def an_infinite_buffer():
 def infinity_is_not_worth_a_note():
     m = two()
     return lambda: m.head(m.encoder(torch.exp(-1 / X.abs().clamp(min=0) ** 2))).mean(), m
-
-
-ROWS, NAMES = programs.of(FAULTY, __name__)
-LOOKALIKES, LOOKALIKE_NAMES = programs.of(HEALTHY, __name__)
-
-
-@pytest.mark.parametrize(("code", "program"), ROWS, ids=NAMES)
-def test_the_line_is_named(code, program):
-    check_faulty(code, program)
-
-
-@pytest.mark.parametrize(("code", "program"), LOOKALIKES, ids=LOOKALIKE_NAMES)
-def test_no_false_alarm(code, program):
-    check_healthy(program)
 
 
 def test_the_samples_and_the_values_are_named():

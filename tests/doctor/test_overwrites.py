@@ -3,20 +3,12 @@
 import gc
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
 import gradgate as gg
 from tests.doctor import programs
-from tests.doctor.programs import FAULTY, HEALTHY, check_faulty, check_healthy, faulty, healthy
-
-X = torch.linspace(-1, 1, 24).reshape(6, 4)
-
-
-def two():
-    torch.manual_seed(1)
-    return nn.ModuleDict({"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
+from tests.doctor.programs import X, check_faulty, faulty, healthy, two
 
 
 @faulty("GG601")
@@ -293,20 +285,6 @@ def a_weight_set_inside_no_grad():
 def a_functional_edit():
     m = two()
     return lambda: m.head(gg.at(m.encoder(X))[:, 0].set(0.0)).mean() + gg.at(m.head.weight)[0, 0].set(1.0).sum(), m
-
-
-ROWS, NAMES = programs.of(FAULTY, __name__)
-LOOKALIKES, LOOKALIKE_NAMES = programs.of(HEALTHY, __name__)
-
-
-@pytest.mark.parametrize(("code", "program"), ROWS, ids=NAMES)
-def test_the_line_is_named(code, program):
-    check_faulty(code, program)
-
-
-@pytest.mark.parametrize(("code", "program"), LOOKALIKES, ids=LOOKALIKE_NAMES)
-def test_no_false_alarm(code, program):
-    check_healthy(program)
 
 
 def test_both_lines_and_the_rewrite_are_told():

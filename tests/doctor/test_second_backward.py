@@ -1,18 +1,8 @@
 """A graph that is walked twice."""
 
-import pytest
 import torch
-from torch import nn
 
-from tests.doctor import programs
-from tests.doctor.programs import FAULTY, HEALTHY, check_faulty, check_healthy, faulty, healthy
-
-X = torch.linspace(-1, 1, 24).reshape(6, 4)
-
-
-def two():
-    torch.manual_seed(1)
-    return nn.ModuleDict({"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
+from tests.doctor.programs import X, faulty, healthy, two
 
 
 @faulty("GG701")
@@ -99,17 +89,3 @@ def several_forwards():
             m.head(m.encoder(X * scale)).mean().backward()
 
     return step, m
-
-
-ROWS, NAMES = programs.of(FAULTY, __name__)
-LOOKALIKES, LOOKALIKE_NAMES = programs.of(HEALTHY, __name__)
-
-
-@pytest.mark.parametrize(("code", "program"), ROWS, ids=NAMES)
-def test_the_line_is_named(code, program):
-    check_faulty(code, program)
-
-
-@pytest.mark.parametrize(("code", "program"), LOOKALIKES, ids=LOOKALIKE_NAMES)
-def test_no_false_alarm(code, program):
-    check_healthy(program)

@@ -1,18 +1,9 @@
 """Parameters that are unused, left out or frozen, refused by a Function, and losses without a graph."""
 
-import pytest
 import torch
 from torch import nn
 
-from tests.doctor import programs
-from tests.doctor.programs import FAULTY, HEALTHY, check_faulty, check_healthy, faulty, healthy
-
-X = torch.linspace(-1, 1, 24).reshape(6, 4)
-
-
-def two():
-    torch.manual_seed(1)
-    return nn.ModuleDict({"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
+from tests.doctor.programs import X, faulty, healthy, two
 
 
 @faulty("GG102")
@@ -230,17 +221,3 @@ def thawed_again():
     m = two().requires_grad_(False)
     m.requires_grad_(True)
     return lambda: m.head(m.encoder(X)).mean(), m
-
-
-ROWS, NAMES = programs.of(FAULTY, __name__)
-LOOKALIKES, LOOKALIKE_NAMES = programs.of(HEALTHY, __name__)
-
-
-@pytest.mark.parametrize(("code", "program"), ROWS, ids=NAMES)
-def test_the_line_is_named(code, program):
-    check_faulty(code, program)
-
-
-@pytest.mark.parametrize(("code", "program"), LOOKALIKES, ids=LOOKALIKE_NAMES)
-def test_no_false_alarm(code, program):
-    check_healthy(program)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradgate._torch_compat import current_node, function_class_of, node_number, saved_tensors_of, undispatched
-from gradgate.doctor._looking import bad_kind, bad_rows, inputs_at, is_all_zero, is_suspicious, total
+from gradgate.doctor._looking import bad_kind, bad_rows, inputs_at, is_all_zero, is_readable, is_suspicious, total
 from gradgate.doctor._trace import Backward, BadValue, ZeroGradient
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _start(tracer: Tracer, tensors: list[torch.Tensor], inputs: tuple[int, ...] 
         tracer.values.read(tensor, codes)
     trace = tracer.trace
     with undispatched():
-        numbers = [total(t.detach()) for t in tensors if t.numel() and t.is_floating_point()]
+        numbers = [total(t.detach()) for t in tensors if is_readable(t)]
     loss = float(sum(x.real for x in numbers)) if numbers else None
     backward = Backward(tuple(codes), tracer.here(), len(trace.ops), loss, inputs=inputs)
     trace.backwards.append(backward)
@@ -143,7 +143,7 @@ class _Look:
     def __call__(self, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
         with undispatched():
             for tensor in outgoing:
-                if tensor is None or tensor.is_sparse or not tensor.is_floating_point() or not tensor.numel():
+                if tensor is None or not is_readable(tensor):
                     continue
                 amount = total(tensor)
                 if amount - amount != 0:
@@ -179,6 +179,6 @@ class _Look:
         )
 
     def _maybe_zero(self, tensor: torch.Tensor, incoming: tuple[Any, ...]) -> None:
-        if is_all_zero(tensor) and not all(x is None or x.is_sparse or is_all_zero(x) for x in incoming):
+        if is_all_zero(tensor) and any(x is not None and is_readable(x) and not is_all_zero(x) for x in incoming):
             trace = self.tracer.trace
             trace.zeros.append(ZeroGradient(trace.op_number_of_node.get(self.number, -1), self.name))

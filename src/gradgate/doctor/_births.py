@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from gradgate.doctor._looking import bad_kind, bad_rows, has_infinite_argument, inputs_at, is_suspicious, total
+from gradgate.doctor._looking import (
+    bad_kind,
+    bad_rows,
+    has_infinite_argument,
+    inputs_at,
+    is_readable,
+    is_suspicious,
+    total,
+)
 from gradgate.doctor._memory import region_of
 from gradgate.doctor._operators import Operator
 from gradgate.doctor._trace import BadValue
@@ -107,7 +115,7 @@ class Births:
         """
         targets = operator.targets(args, kwargs) if before is not None else _tensors(result)
         for tensor, value in zip(targets, outputs, strict=False):
-            if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_sparse or tensor.is_meta:
+            if not is_readable(tensor):
                 continue
             amount = total(tensor)
             storage = tensor.untyped_storage().data_ptr()

@@ -107,7 +107,7 @@ def find_cuts(case: Case) -> Iterator[Finding]:
     Yields:
         One finding for each line that cuts, and for what is unused or frozen.
     """
-    if not case.trace.backwards or case.exception is not None:
+    if not case.trace.backwards or case.exception is not None or case.trace.functional:
         return
     yield from _frozen(case)
     lost = {name: p for name, p in case.parameters.items() if p.requires_grad and _is_lost(case, p)}
@@ -258,10 +258,12 @@ def _told(
         merged.setdefault((escape.kind, left.text if left is not None else None), (left, [], names))
     for (way, _), (where, inside, names) in merged.items():
         why, fix = _WAYS[way]
+        # Nobody said what ought to learn: another network under no_grad may well be a teacher.
+        meant = way in ("no_grad", "inference_mode") and not case.known_model
         yield finding_at(
             where,
             "GG101",
-            _severity(case),
+            "info" if meant and any(case.gradient(p).present for p in case.parameters.values()) else _severity(case),
             f"{listed(names, 4)} {_gets(names)} no gradient: cut at `{_short(where)}`",
             reason=f"The loss is computed from {'it' if len(names) == 1 else 'them'}, but {why}",
             fix=fix,

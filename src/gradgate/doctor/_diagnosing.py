@@ -16,7 +16,7 @@ from gradgate._torch_compat import is_compiled, without_compiled_wrappers
 from gradgate.doctor._case import Case
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._gradients import Gradients
-from gradgate.doctor._looking import is_all_zero
+from gradgate.doctor._looking import is_all_zero, is_readable
 from gradgate.doctor._naming import Names, namespaces_of
 from gradgate.doctor._rules import conclude
 from gradgate.doctor._tracer import Tracer
@@ -84,6 +84,22 @@ class Examination:
         if isinstance(result, torch.Tensor) and not self.tracer.trace.backwards:
             result.backward()  # type: ignore[no-untyped-call]
 
+    def attempt(self, step_fn: Callable[[], Any]) -> Exception | None:
+        """Trace a step.
+
+        Args:
+            step_fn: The step.
+
+        Returns:
+            What it raised.
+        """
+        try:
+            with self.running():
+                self.run(step_fn)
+        except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
+            return error
+        return None
+
     def conclude(self, exception: BaseException | None) -> Diagnosis:
         """Say what was found.
 
@@ -97,7 +113,9 @@ class Examination:
         names = Names(self.model, trace.modules, self.namespaces)
         parameters = self._parameters(names)
         self.gradients.take(parameters.values())
-        trace.gradients_left = any(p.grad is not None and not is_all_zero(p.grad) for p in parameters.values())
+        trace.gradients_left = any(
+            p.grad is not None and (not is_readable(p.grad) or not is_all_zero(p.grad)) for p in parameters.values()
+        )
         case = Case(
             trace=trace,
             names=names,
@@ -198,13 +216,14 @@ def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -
         )
     if model is not None:
         check_module(model, name="model", function="diagnose")
-    examination = Examination(model, [*namespaces_of(step_fn), *_variables_of_caller()])
-    raised: BaseException | None = None
-    try:
-        with examination.running():
-            examination.run(step_fn)
-    except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
-        raised = error
+    namespaces = [*namespaces_of(step_fn), *_variables_of_caller()]
+    examination = Examination(model, namespaces)
+    raised = examination.attempt(step_fn)
+    if raised is not None and "saved tensor hooks" in str(raised):
+        # torch.func.grad does not bear the hooks that tell who saved what; the rest can be seen without them.
+        examination = Examination(model, namespaces)
+        examination.tracer.saves = False
+        raised = examination.attempt(step_fn)
     return examination.conclude(raised)
 
 

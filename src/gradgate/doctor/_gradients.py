@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from gradgate._torch_compat import undispatched
-from gradgate.doctor._looking import bad_kind, is_all_zero
+from gradgate.doctor._looking import bad_kind, is_all_zero, is_readable
 
 __all__ = ["Gradient", "Gradients"]
 
@@ -64,7 +64,9 @@ class Gradients:
             return Gradient(present=False)
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
-        norm = float(torch.linalg.vector_norm(gradient)) if gradient.numel() else 0.0
+        if not is_readable(gradient):
+            return Gradient(present=True, zero=not gradient.numel())
+        norm = float(torch.linalg.vector_norm(gradient))
         bad = bad_kind(gradient) if not math.isfinite(norm) else None
         zero = norm == 0 and is_all_zero(gradient)
         return Gradient(True, zero, bad, norm, float(torch.linalg.vector_norm(parameter)))

@@ -9,9 +9,19 @@ import torch
 
 from gradgate._names import describe
 
-__all__ = ["bad_kind", "bad_rows", "has_infinite_argument", "inputs_at", "is_all_zero", "is_suspicious", "total"]
+__all__ = [
+    "bad_kind",
+    "bad_rows",
+    "has_infinite_argument",
+    "inputs_at",
+    "is_all_zero",
+    "is_readable",
+    "is_suspicious",
+    "total",
+]
 
 _MOST_ROWS = 10_000
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def total(tensor: torch.Tensor) -> float | complex:
@@ -27,6 +37,24 @@ def total(tensor: torch.Tensor) -> float | complex:
     return result
 
 
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Tell whether there are floating-point values to look at.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        False for integers, for nothing at all, and for tensors whose values are elsewhere (sparse, meta, subclasses).
+    """
+    return (
+        (tensor.is_floating_point() or tensor.is_complex())
+        and type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and tensor.numel() > 0
+    )
+
+
 def is_suspicious(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor may hold a NaN or an infinity.
 
@@ -36,7 +64,7 @@ def is_suspicious(tensor: torch.Tensor) -> bool:
     Returns:
         False if it surely does not.
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_sparse:
+    if not is_readable(tensor):
         return False
     amount = total(tensor)
     return amount - amount != 0
@@ -51,10 +79,10 @@ def bad_kind(tensor: torch.Tensor) -> Literal["nan", "inf"] | None:
     Returns:
         "nan" if there is any NaN, else "inf" if there is any infinity, else None.
     """
+    if not is_readable(tensor):
+        return None
     if tensor.is_complex():
         return bad_kind(torch.view_as_real(tensor.resolve_conj()))
-    if not tensor.is_floating_point() or not tensor.numel():
-        return None
     # The extremes carry NaN and infinities on, and are found many times faster than a mask of them is made.
     lowest, highest = torch.aminmax(tensor)
     if math.isnan(lowest.item()):

@@ -41,7 +41,9 @@ def find_backward_missing(case: Case) -> Iterator[Finding]:
     Yields:
         The finding.
     """
-    if case.one_step and case.exception is None and not case.trace.backwards and case.trace.ops:
+    if not case.one_step or case.exception is not None or case.trace.functional:
+        return
+    if not case.trace.backwards and case.trace.ops:
         yield finding_at(
             None,
             "GG003",

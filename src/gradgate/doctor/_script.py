@@ -75,6 +75,7 @@ class _Run:
         self.main = types.ModuleType("__main__")
         self.tracing = Tracing(None, [self.main.__dict__], (str(path),))
         self.tracing.after_step = self._after_traced_step
+        self.tracing.without_saves = any(word in path.read_text() for word in ("torch.func", "functorch"))
 
     def run(self, args: Sequence[str]) -> tuple[int, BaseException | None]:
         """Run the script to its end; give its exit code and what it raised."""

@@ -297,6 +297,7 @@ class Trace:
     modules: list[torch.nn.Module] = field(default_factory=list)
     batch_size: int | None = None
     scaled: bool = False
+    functional: bool = False
     gradients_left: bool = False
     recording_at_start: bool = True
     recording_at_end: bool = True

@@ -21,6 +21,8 @@ from gradgate._torch_compat import (
     DispatchMode,
     current_node,
     enter_mode,
+    inside_forward_mode,
+    inside_functorch,
     latest_node_number,
     leave_mode,
     node_number,
@@ -47,6 +49,7 @@ class Tracer:
     """Traces what happens in this thread between `resume` and `pause`."""
 
     def __init__(self) -> None:
+        self.saves = True
         self.trace = Trace()
         self.previous = Trace()
         self.values = Values(self.trace)
@@ -85,8 +88,9 @@ class Tracer:
 
     def resume(self) -> None:
         """Begin to trace this thread. It may be called from inside a hook, and so may `pause`."""
-        self._packing = saved_tensors_hooks(self.saving.pack, self.saving.unpack)
-        self._packing.__enter__()
+        if self.saves:
+            self._packing = saved_tensors_hooks(self.saving.pack, self.saving.unpack)
+            self._packing.__enter__()
         self.trace.recording_at_start = torch.is_grad_enabled()
         self.active = True
         self.enter_modes()
@@ -101,6 +105,7 @@ class Tracer:
         self.modules.clear()
         if self._packing is not None:
             self._packing.__exit__()
+            self._packing = None
 
     def enter_modes(self) -> None:
         """Look at what happens from here on."""
@@ -170,6 +175,9 @@ class Tracer:
         Returns:
             What it gives.
         """
+        if inside_forward_mode():  # tangents may have no memory at all; nothing here is for backward
+            self.trace.functional = True
+            return func(*args, **kwargs)
         operator = operator_of(func)
         records = torch.is_grad_enabled()
         if records:
@@ -345,6 +353,8 @@ class _Calls(TorchFunctionMode):
         if not tracer.active:
             return func(*args, **kwargs) if kwargs else func(*args)
         tracer.spot = None
+        if inside_functorch():
+            tracer.trace.functional = True
         handler = CALLS.get(func)
         try:
             if handler is not None:

@@ -29,6 +29,7 @@ class Tracing:
     Attributes:
         steps: How many optimizer steps have been traced.
         tracing: Whether it is tracing now.
+        without_saves: Do not look at what is saved for backward; torch.func.grad cannot run while that is done.
         after_step: Called after each optimizer step that was traced.
     """
 
@@ -37,6 +38,7 @@ class Tracing:
     ) -> None:
         self.steps = 0
         self.tracing = False
+        self.without_saves = False
         self.after_step: Callable[[], None] | None = None
         self._examination = Examination(model, namespaces)
         self._examination.one_step, self._examination.files = False, files
@@ -67,6 +69,7 @@ class Tracing:
 
     def resume(self) -> None:
         """Go on tracing after `pause`."""
+        self._examination.tracer.saves = not self.without_saves
         self.tracing = True
         self._examination.resume()
 
