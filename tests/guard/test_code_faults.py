@@ -10,7 +10,6 @@ from torch import nn
 
 import gradgate as gg
 
-
 Named = namedtuple("Named", "inputs")
 
 

@@ -37,6 +37,7 @@ from gradgate._torch_compat._sharing import (
     find_non_finite,
     recorded_without_copy,
     without_copy,
+    write_count,
     write_mark,
 )
 from gradgate._torch_compat._tracing import (
@@ -83,6 +84,7 @@ __all__ = [
     "watched_modules",
     "without_compiled_wrappers",
     "without_copy",
+    "write_count",
     "write_grad_mode",
     "write_mark",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["copy_tensors", "find_non_finite", "recorded_without_copy", "without_copy", "write_mark"]
+__all__ = ["copy_tensors", "find_non_finite", "recorded_without_copy", "without_copy", "write_count", "write_mark"]
 
 
 def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
@@ -74,6 +74,11 @@ def find_non_finite(tensors: list[torch.Tensor], found: torch.Tensor, one: torch
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
 
 
+def write_count(tensor: torch.Tensor) -> int:
+    """Count the in-place writes into a tensor that autograd has seen; those of an inference tensor are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def write_mark(tensor: torch.Tensor) -> tuple[int, int]:
     """Give a mark of a tensor's memory that changes with in-place writes that autograd sees, and with new memory."""
-    return tensor.data_ptr(), tensor._version
+    return tensor.data_ptr(), write_count(tensor)

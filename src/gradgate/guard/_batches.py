@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from gradgate._names import describe, listed
-from gradgate._torch_compat import write_mark
+from gradgate._torch_compat import write_count
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["BatchReader", "Ids", "Rows", "Select", "batch_dim_of", "index_of", "is_array", "select_rows"]
@@ -77,12 +77,19 @@ class BatchReader:
             )
         return found
 
-    def write_marks(self, batch: Any) -> list[tuple[int, int]]:
-        """Give marks of a batch that change when somebody writes into its tensors."""
-        parts = self._parts(batch)
-        if any(type(part) is not torch.Tensor for part in parts):
-            parts = _leaves(batch)
-        return [write_mark(part) for part in parts if type(part) is torch.Tensor and not part.is_nested]
+    def writes(self, batch: Any) -> int:
+        """Count the writes into the tensors of a batch that autograd has seen so far."""
+        kind = type(batch)
+        if kind is torch.Tensor:
+            return write_count(batch)
+        parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else _leaves(batch)
+        total = 0
+        for part in parts:
+            if type(part) is torch.Tensor:
+                total += write_count(part)
+            elif not _is_shared(part):
+                return sum(write_count(leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
+        return total
 
     def select(self, batch: Any, rows: Rows, size: int) -> Any:
         """Take some samples of a batch.
@@ -101,16 +108,14 @@ class BatchReader:
 
     def _plain_size(self, batch: Any) -> int:
         """Give the size of a few tensors of one length, or -1 for anything else."""
+        kind = type(batch)
+        parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
         size, dim = -1, self.batch_dim
-        for part in self._parts(batch):
+        for part in parts:
             if type(part) is not torch.Tensor or part.dim() <= dim or part.is_nested or part.size(dim) != size >= 0:
                 return -1
             size = part.size(dim)
         return size
-
-    def _parts(self, batch: Any) -> Iterable[Any]:
-        kind = type(batch)
-        return batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
 
     def _agreed(self, batch: Any, ids: Ids | None) -> int:
         possible = _sizes(batch, self.batch_dim)

@@ -227,12 +227,12 @@ class Guard:
     ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
         """Make a try, and recover from its fault; whatever is raised, everything is as before."""
         self._state.remember()
-        marks = self._reader.write_marks(batch)
+        writes = self._reader.writes(batch)
         try:
             outcome = trial.run(batch, size)
             if outcome.fault is None:
                 return outcome, None, ()
-            if self._reader.write_marks(batch) != marks:
+            if self._reader.writes(batch) != writes:
                 raise_as_it_is(outcome.fault, size, "the batch was written to in place, so nothing can be tried again")
             recovered, incidents = self._recover(trial, outcome, batch, size, ids)
         except torch.AcceleratorError:
