@@ -40,8 +40,10 @@ ROWS = [
         (X,),
         empty=(torch.zeros(0),),
         not_asked=("complex",),
-        oracle=lambda x: x.flatten().topk(math.ceil(x.numel() * 0.75) if x.numel() else 0, largest=False).values.sum()
-        / max(math.ceil(x.numel() * 0.75), 1),
+        oracle=lambda x: (
+            x.flatten().topk(math.ceil(x.numel() * 0.75) if x.numel() else 0, largest=False).values.sum()
+            / max(math.ceil(x.numel() * 0.75), 1)
+        ),
     ),
     *[_robust(name) for name in ("huber", "cauchy", "welsch", "geman_mcclure", "tukey", "charbonnier", "barron")],
 ]
