@@ -240,6 +240,19 @@ def in_a_loop():
 
 
 @faulty("GG101")
+def into_a_buffer():
+    m = two()
+
+    def step():
+        h = torch.zeros(6, 4)
+        for i, row in enumerate(X):
+            h[i] = m.encoder(row).detach()  # HERE
+        return m.head(h).mean()
+
+    return step, m
+
+
+@faulty("GG101")
 def in_a_list():
     m = two()
 

@@ -33,6 +33,18 @@ def zero_by_zero_in_a_loop():
 
 
 @faulty("GG401")
+def divided_in_place():
+    m = two()
+
+    def step():
+        h = m.encoder(X) * 0
+        h /= torch.zeros(4)  # HERE
+        return m.head(h).mean()
+
+    return step, m
+
+
+@faulty("GG401")
 def a_fully_masked_row():
     m = two()
     mask = torch.zeros(6, 6, dtype=torch.bool)

@@ -77,6 +77,36 @@ def test_a_graph_kept_from_the_step_before():
     assert finding.source == "hidden = torch.tanh(m(X) + hidden)  # HERE"
 
 
+def test_passes_that_no_mode_sees_are_followed_one_by_one():
+    m = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+
+    def step():
+        torch.autograd.backward(m.a(X).mean())
+        torch.autograd.backward([(m.b(X) * 0).sqrt().mean()])
+
+    diagnosis = gg.diagnose(step, model=m)
+    assert [finding.code for finding in diagnosis.findings] == ["GG403"]
+    assert diagnosis.findings[0].module is None
+
+
+def test_a_tensor_made_in_inference_mode_some_steps_ago():
+    m = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    cache = {}
+
+    def train():
+        with torch.inference_mode():
+            cache["scale"] = torch.arange(4.0)  # HERE
+        for number in range(4):
+            optimizer.zero_grad()
+            (m(X) * (cache["scale"] if number == 3 else 1)).mean().backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="Inference tensors"), gg.trace(m) as traced:
+        train()
+    assert traced.diagnosis.findings[0].source == 'cache["scale"] = torch.arange(4.0)  # HERE'
+
+
 def test_modes_of_the_user_inside_it():
     m = nn.Linear(4, 1)
     with gg.trace(m) as traced, torch.device("cpu"):

@@ -75,18 +75,23 @@ def run_backward(
                 handle.remove()
 
 
-def start_late(tracer: Tracer) -> None:
+def start_late(tracer: Tracer) -> Backward:
     """Write down a backward pass that was started by `torch.autograd.backward`, which no mode sees.
 
     Args:
         tracer: Who traces.
+
+    Returns:
+        The pass; whoever sees its end says so.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _AUTOGRAD_BACKWARD:
         frame = frame.f_back
     given = frame.f_locals.get("tensors", ()) if frame is not None else ()
     tensors = [given] if isinstance(given, torch.Tensor) else [x for x in given if isinstance(x, torch.Tensor)]
-    _hook_nodes(tracer, _start(tracer, tensors, None), tensors)
+    backward = _start(tracer, tensors, None)
+    _hook_nodes(tracer, backward, tensors)
+    return backward
 
 
 def _start(tracer: Tracer, tensors: list[torch.Tensor], inputs: tuple[int, ...] | None) -> Backward:

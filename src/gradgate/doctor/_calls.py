@@ -42,7 +42,7 @@ def _escape(kind: str) -> Handler:
         tensor = args[0]
         value = tracer.values.of(tensor)
         trace = tracer.trace
-        trace.escapes.append(Escape(kind, value, tracer.here(), len(trace.ops), tensor.requires_grad))
+        trace.escapes.append(Escape(kind, value, tracer.here(), len(trace.ops)))
         return _named(kind)(tracer, func, args, kwargs)
 
     return handler

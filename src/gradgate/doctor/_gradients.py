@@ -70,8 +70,3 @@ class Gradients:
         bad = bad_kind(gradient) if not math.isfinite(norm) else None
         zero = norm == 0 and is_all_zero(gradient)
         return Gradient(True, zero, bad, norm, float(torch.linalg.vector_norm(parameter)))
-
-    @property
-    def any_bad(self) -> bool:
-        """Tell whether any gradient is not finite."""
-        return any(gradient.bad for gradient in self.taken.values())

@@ -98,8 +98,6 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
             made = place(case.trace.inference_values[value])
         elif root is not None and root.inference:
             name = case.names.of_tensor(root.tensor) if root.tensor is not None else None
-            spot = case.previous.inference_values.get(value)
-            made = place(spot) if spot is not None else None
     what = f"`{name}`" if name else f"what `{made.expression}` made" if made is not None else "a tensor"
     yield finding_at(
         made or used,

@@ -6,7 +6,6 @@ written to has a new one. The numbers connect the operations: who made what, who
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal, NamedTuple
@@ -27,7 +26,6 @@ __all__ = [
     "Root",
     "Switch",
     "Trace",
-    "Use",
     "ZeroGradient",
     "Op",
     "Spot",
@@ -69,14 +67,6 @@ class Op(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """A value as an operation read it."""
-
-    value: int
-    requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Root:
     """A tensor that was there before the trace, or that came from outside torch.
 
@@ -106,14 +96,12 @@ class Escape:
         value: The value that left.
         spot: Where.
         after: How many operations there were before it.
-        requires_grad: Whether the tensor required grad.
     """
 
     kind: str
     value: int
     spot: Spot
     after: int
-    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +289,3 @@ class Trace:
     gradients_left: bool = False
     recording_at_start: bool = True
     recording_at_end: bool = True
-
-    def uses(self, op: Op) -> Iterator[Use]:
-        """Give what an operation read."""
-        for code in op.inputs:
-            yield Use(code >> 1, bool(code & 1))

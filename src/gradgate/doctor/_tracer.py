@@ -7,6 +7,7 @@ A dispatch mode sees what torch computes, forward and backward; a function mode 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -35,7 +36,7 @@ from gradgate.doctor._operators import operator_of
 from gradgate.doctor._places import locate
 from gradgate.doctor._reuse import Reuse
 from gradgate.doctor._saving import Saving
-from gradgate.doctor._trace import Op, OptimizerStep, Raised, Spot, Trace
+from gradgate.doctor._trace import Backward, Op, OptimizerStep, Raised, Spot, Trace
 from gradgate.doctor._values import Values
 
 __all__ = ["Tracer"]
@@ -61,6 +62,8 @@ class Tracer:
         self.off_switches: list[int] = []
         self.call = ""
         self._stepping = False
+        self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Spot]] = {}
+        self.late_backward: Backward | None = None
         self.active = False
         self.modules: list[torch.nn.Module] = []
         self.before_step: list[Callable[[torch.optim.Optimizer], None]] = []
@@ -157,7 +160,7 @@ class Tracer:
     def _locate_backward(self, node: Any) -> None:
         """Let an operation inside backward stand where the operation stood that it is the backward of."""
         if not self.trace.backwards or not self.trace.backwards[-1].running:
-            start_late(self)
+            self.late_backward = start_late(self)
         number = self.trace.op_number_of_node.get(node_number(node))
         if number is not None:
             self.spot = self.trace.ops[number].spot
@@ -185,6 +188,8 @@ class Tracer:
         node = current_node()
         if node is not None:
             self._locate_backward(node)
+        elif self.late_backward is not None:
+            self.late_backward.running, self.late_backward = False, None
         inputs: list[torch.Tensor] = []
         codes: list[int] = []
         read = self.values.read
@@ -243,8 +248,9 @@ class Tracer:
         if not connected and outputs:
             values.unconnected.update(outputs)
             if not torch.is_grad_enabled() and torch.is_inference_mode_enabled():
-                for value in outputs:
-                    self.trace.inference_values[value] = spot
+                self.trace.inference_values.update(dict.fromkeys(outputs, spot))
+                if isinstance(result, _Tensor):
+                    self._made_in_inference[id(result)] = (weakref.ref(result), spot)
         return outputs
 
     def _log_writes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -252,11 +258,10 @@ class Tracer:
         spot = self.here()
         for target in operator.targets(args, kwargs):
             self.saving.log_write(target, operator.name, spot, by_optimizer=False)
+            written.append(target)
             if operator.zeroes:
                 self.reuse.zero(target)
-        if operator.unscales:
-            self.trace.scaled = True
-            written.append(target)
+        self.trace.scaled |= operator.unscales
         return written
 
     def note_detached(self, tensor: torch.Tensor, code: int) -> None:
@@ -278,7 +283,12 @@ class Tracer:
             args: Its arguments.
             error: What it raised.
         """
-        values = tuple(self.values.of(x) for x in args if isinstance(x, _Tensor))
+        tensors = [x for x in args if isinstance(x, _Tensor)]
+        values = tuple(self.values.of(x) for x in tensors)
+        for tensor, value in zip(tensors, values, strict=True):
+            made = self._made_in_inference.get(id(tensor))
+            if made is not None and made[0]() is tensor:  # perhaps many steps ago
+                self.trace.inference_values[value] = made[1]
         self.trace.raised.append(Raised(str(error), values, self.here(), len(self.trace.backwards) - 1))
 
     # --- hooks ----------------------------------------------------------------------------------------------------

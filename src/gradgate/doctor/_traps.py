@@ -27,7 +27,6 @@ _SELECTING = {
     "masked_select",
     "select",
 }
-_GUARDING = {"where", "masked_fill", "masked_fill_", "index_put", "index_put_", "nan_to_num"}
 _COMPARING = {"gt", "ge", "lt", "le", "eq", "ne"}
 _ASKING = {"isnan", "isinf", "isfinite"}
 _JOINING = {"mul", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not"}
