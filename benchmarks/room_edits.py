@@ -53,9 +53,9 @@ def both(make: Callable[[], tuple[torch.Tensor, Any, Any]]) -> Callable[[], dict
     return candidates
 
 
-def matrix(index: Any, value: Any) -> Callable[[], tuple[torch.Tensor, Any, Any]]:
-    """Make a matrix of a million elements, an index and a value for it."""
-    return lambda: (torch.randn(1000, 1000), index() if callable(index) else index, value())
+def matrix(side: int, index: Any, value: Any) -> Callable[[], tuple[torch.Tensor, Any, Any]]:
+    """Make a square matrix, an index and a value for it."""
+    return lambda: (torch.randn(side, side), index() if callable(index) else index, value())
 
 
 def elements(count: int, size: int = 1_000_000) -> Callable[[], tuple[torch.Tensor, Any, Any]]:
@@ -79,31 +79,32 @@ def row(title: str, candidates: Callable[[], dict[str, Candidate]], at_most: flo
     return Row("edits", title, candidates, ours="gg.at", base="clone + assign", at_most=at_most)
 
 
+def rows_by_index(side: int, count: int) -> Callable[[], tuple[torch.Tensor, Any, Any]]:
+    """Make a matrix, and the numbers and values of some of its rows."""
+    return matrix(side, lambda: torch.randperm(side)[:count], lambda: torch.randn(count, side))
+
+
+def rows_by_slice(side: int, count: int) -> Callable[[], tuple[torch.Tensor, Any, Any]]:
+    """Make a matrix, and the values of rows that lie together."""
+    return matrix(side, slice(100, 100 + count), lambda: torch.randn(count, side))
+
+
 ROWS = [
-    row("set a slice of 100 rows, 1000x1000", forward(matrix(slice(100, 200), lambda: torch.randn(100, 1000)))),
-    row("set a block, 1000x1000", forward(matrix((slice(100, 600), slice(0, 300)), lambda: torch.randn(500, 300)))),
-    row("set one row, 1000x1000", forward(matrix(7, lambda: 0.0))),
-    row(
-        "set 100 rows by an index tensor, 1000x1000",
-        forward(matrix(lambda: torch.randperm(1000)[:100], lambda: torch.randn(100, 1000))),
-    ),
-    row(
-        "set 500 rows by an index tensor, 1000x1000",
-        forward(matrix(lambda: torch.randperm(1000)[:500], lambda: torch.randn(500, 1000))),
-    ),
+    row("set a slice of 200 rows, 2000x2000", forward(rows_by_slice(2000, 200))),
+    row("set a number in every second row, 2000x2000", forward(matrix(2000, slice(None, None, 2), lambda: 0.0))),
+    row("set 200 rows by an index tensor, 2000x2000", forward(rows_by_index(2000, 200))),
+    row("set 1000 rows by an index tensor, 2000x2000", forward(rows_by_index(2000, 1000))),
     row("set 512 rows of an embedding table, 50000x64", forward(table)),
-    row("set 1,000 single elements of 1e6", forward(elements(1000))),
     row(
         "set a number under a mask, half of 1000x1000",
-        forward(matrix(lambda: torch.rand(1000, 1000) > 0.5, lambda: 0.0)),
+        forward(matrix(1000, lambda: torch.rand(1000, 1000) > 0.5, lambda: 0.0)),
     ),
     row("set a value for each True of a mask, half of 1000x1000", forward(masked_elements)),
-    row(
-        "set 100 rows by an index tensor, with backward",
-        both(matrix(lambda: torch.randperm(1000)[:100], lambda: torch.randn(100, 1000))),
-    ),
-    row("set a slice of 100 rows, with backward", both(matrix(slice(100, 200), lambda: torch.randn(100, 1000)))),
-    row("set 100,000 single elements of 1e6, unique_indices=True", forward(elements(100_000), unique_indices=True)),
-    row("set 100,000 single elements of 1e6 (the search for repeats shows)", forward(elements(100_000)), at_most=None),
+    row("set 200 rows by an index tensor, 2000x2000, with backward", both(rows_by_index(2000, 200))),
+    row("set a slice of 200 rows, 2000x2000, with backward", both(rows_by_slice(2000, 200))),
+    row("set a slice of 100 rows, 1000x1000 (a call shows)", forward(rows_by_slice(1000, 100)), at_most=None),
+    row("set 100 rows by an index tensor, 1000x1000 (a call shows)", forward(rows_by_index(1000, 100)), at_most=None),
+    row("set 100,000 single elements of 1e6 (the search shows)", forward(elements(100_000)), at_most=None),
+    row("the same with unique_indices=True", forward(elements(100_000), unique_indices=True), at_most=None),
     row("set 4 elements of 16 (what a call costs)", forward(elements(4, 16)), at_most=None),
 ]

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 class At(Generic[Result]):
     """What `at(x)` gives: it waits for an index.
 
-    Example:
+    Examples:
         >>> gg.at(torch.zeros(3))[1].set(5.0)
         tensor([0., 5., 0.])
     """
@@ -84,7 +84,7 @@ def at(x: torch.Tensor | torch.nn.Module | Mapping[str, torch.Tensor], name: str
         vmap and torch.compile(fullgraph=True) work; LIMITATIONS.md names the exceptions (a mask with a value of its
         own for each True).
 
-    Example:
+    Examples:
         >>> w, v = torch.zeros(4, requires_grad=True), torch.tensor(5.0, requires_grad=True)
         >>> y = gg.at(w)[1].set(v)
         >>> (y * torch.arange(4.0)).sum().backward()

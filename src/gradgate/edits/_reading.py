@@ -107,6 +107,8 @@ def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> R
         ArgumentTypeError: Something in it is no index.
         ArgumentIndexError: It has too many parts, an int is out of range, or a mask does not fit.
     """
+    if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.device == device and len(shape):
+        return Reading((), (), (), (Chooser(0, 0, index),), ())  # the commonest one, at once
     items = [_as_item(item, device) for item in (index if isinstance(index, tuple) else (index,))]
     items = _without_ellipsis(items, shape)
     basic: list[Any] = []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradgate._names import describe
+from gradgate._torch_compat import inside_functorch
 from gradgate.edits._places import Places
 from gradgate.edits._reading import Chooser, Reading
 from gradgate.edits._values import as_value, fit
@@ -97,9 +98,11 @@ def under_mask(mask: Chooser, view: torch.Tensor, value: torch.Tensor, pair: Bin
         return None
     if value.dim() > after:
         value = value.reshape([*lead, *[1] * width, *value.shape[len(lead) + 1 :]])
+    here = mask.tensor.reshape([*mask.tensor.shape, *[1] * after]) if after else mask.tensor
+    if pair is second and not value.dim() and not inside_functorch():  # vmap has no rule for masked_fill
+        return view.masked_fill(here, value)
     known = [*view.shape[: mask.dim], "number of True", *view.shape[mask.dim + width :]]
     value = fit(value, view.shape, function=function, spoken=known)
-    here = mask.tensor.reshape([*mask.tensor.shape, *[1] * after])
     if pair is second:
         return torch.where(here, value, view)
     # Elsewhere the rule sees 1 and 1, so that no value there can make a NaN of a gradient that is 0.

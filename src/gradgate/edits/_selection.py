@@ -47,7 +47,7 @@ class Selection(Generic[Result]):
     A value is a number or a tensor. It broadcasts to the shape of `x[idx]`, and is cast to the dtype of x where that
     loses no kind of information (int to float, not float to int).
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0, 3.0])
         >>> gg.at(x)[[0, 0, 2]].add(torch.tensor([10.0, 20.0, 30.0]))
         tensor([31.,  2., 33.])
@@ -72,7 +72,7 @@ class Selection(Generic[Result]):
         Gradient:
             To x elsewhere, exactly 0 there; to the value that was taken, exactly 0 to the others.
 
-        Example:
+        Examples:
             >>> gg.at(torch.zeros(3))[[0, 2, 0]].set(torch.tensor([1.0, 2.0, 3.0]))
             tensor([3., 0., 2.])
         """
@@ -94,7 +94,7 @@ class Selection(Generic[Result]):
         Gradient:
             To x unchanged; to each value that of its place.
 
-        Example:
+        Examples:
             >>> gg.at(torch.zeros(3))[[0, 0]].add(1.0)
             tensor([2., 0., 0.])
         """
@@ -114,7 +114,7 @@ class Selection(Generic[Result]):
         Gradient:
             To x unchanged; to each value the negative of that of its place.
 
-        Example:
+        Examples:
             >>> gg.at(torch.ones(3))[1:].subtract(torch.tensor([1.0, 2.0]))
             tensor([ 1.,  0., -1.])
         """
@@ -134,7 +134,7 @@ class Selection(Generic[Result]):
         Gradient:
             That of the product, exact where factors are 0 too.
 
-        Example:
+        Examples:
             >>> gg.at(torch.ones(3))[[0, 0, 1]].multiply(torch.tensor([2.0, 3.0, 4.0]))
             tensor([6., 4., 1.])
         """
@@ -157,7 +157,7 @@ class Selection(Generic[Result]):
         Gradient:
             That of the quotient.
 
-        Example:
+        Examples:
             >>> gg.at(torch.ones(3))[0].divide(4)
             tensor([0.2500, 1.0000, 1.0000])
         """
@@ -177,7 +177,7 @@ class Selection(Generic[Result]):
         Gradient:
             That of `torch.pow`, to x and to the exponents.
 
-        Example:
+        Examples:
             >>> gg.at(torch.tensor([2.0, 3.0]))[[0, 0]].power(torch.tensor([2.0, 3.0]))
             tensor([64.,  3.])
         """
@@ -198,7 +198,7 @@ class Selection(Generic[Result]):
             Shared evenly by all that are equal to the result, x included; the others get exactly 0, and so do all
             where the result is NaN.
 
-        Example:
+        Examples:
             >>> gg.at(torch.tensor([1.0, 5.0]))[[1, 1]].min(torch.tensor([3.0, 4.0]))
             tensor([1., 3.])
         """
@@ -219,7 +219,7 @@ class Selection(Generic[Result]):
             Shared evenly by all that are equal to the result, x included; the others get exactly 0, and so do all
             where the result is NaN.
 
-        Example:
+        Examples:
             >>> gg.at(torch.tensor([1.0, 5.0]))[...].max(2.0)
             tensor([2., 5.])
         """
@@ -246,7 +246,7 @@ class Selection(Generic[Result]):
         Gradient:
             That of fn there, 1 elsewhere. fn never sees the other elements.
 
-        Example:
+        Examples:
             >>> gg.at(torch.tensor([-1.0, 4.0]))[1:].apply(torch.sqrt)
             tensor([-1.,  2.])
         """
@@ -279,7 +279,7 @@ class Selection(Generic[Result]):
         Gradient:
             To x from each of its copies; a filled one gives none.
 
-        Example:
+        Examples:
             >>> gg.at(torch.tensor([1.0, 2.0]))[[0, 7]].get(fill_value=0)
             tensor([1., 0.])
         """
