@@ -21,7 +21,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     Returns:
         The nearest names, best first.
 
-    Example:
+    Examples:
         >>> nearest("encdoer.weight", ["encoder.weight", "head.bias"])
         ['encoder.weight']
     """
@@ -37,7 +37,7 @@ def describe(value: object) -> str:
     Returns:
         For a tensor its dtype and shape (and its device if it is not the CPU), else its type and its text.
 
-    Example:
+    Examples:
         >>> describe(torch.zeros(2, 3)), describe("train"), describe(None)
         ('a float32 tensor of shape (2, 3)', "the str 'train'", 'None')
     """
@@ -64,7 +64,7 @@ def listed(names: Sequence[object], limit: int = 6) -> str:
     Returns:
         The names with commas between them.
 
-    Example:
+    Examples:
         >>> listed(["a", "b", "c"], limit=2)
         'a, b and 1 more'
     """

@@ -69,7 +69,7 @@ def encode(tree: Any, *, limit: int = LIMIT) -> bytes:
     Returns:
         A file in the safetensors format.
 
-    Example:
+    Examples:
         >>> decode(encode({"x": torch.ones(1, 2), "name": "img_17.png"}))
         {'x': tensor([[1., 1.]]), 'name': 'img_17.png'}
     """

@@ -29,7 +29,7 @@ def capture(model: torch.nn.Module | None = None, *, limit: int = LIMIT) -> byte
     Returns:
         The state, to be given to a ledger.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(1, 1)
         >>> data = capture(model)
         >>> before = model.weight.detach().clone()

@@ -54,7 +54,7 @@ class GradgateError(Exception):
         why: Why that cannot be, in one sentence.
         fix: The way out, as code to paste.
 
-    Example:
+    Examples:
         >>> print(GradgateError("`keep` is a float32 tensor.", why="A mask answers yes or no.", fix="keep > 0"))
         `keep` is a float32 tensor.
         Why: A mask answers yes or no.

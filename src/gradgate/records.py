@@ -42,7 +42,7 @@ class Incident:
         time: Seconds since the epoch of the clock.
         details: Whatever else was seen, as values that JSON can hold.
 
-    Example:
+    Examples:
         >>> incident = Incident(stage="forward", cause="exception", sample_id="img_17.png", row=3)
         >>> incident.sample_id, incident.transient
         ('img_17.png', False)
@@ -93,7 +93,7 @@ class Finding:
         samples: The rows of the batch concerned, where there are such.
         also: Further places that belong to it, as "path.py:12".
 
-    Example:
+    Examples:
         >>> Finding(code="GG101", severity="error", title="encoder.weight gets no gradient").code
         'GG101'
     """
@@ -122,7 +122,7 @@ class Finding:
 class Sink(Protocol):
     """Where incidents go: a ledger, or anything else that takes them.
 
-    Example:
+    Examples:
         >>> class Printer:
         ...     def record_many(self, incidents, payloads=None):
         ...         print(*(incident.sample_id for incident in incidents))

@@ -32,7 +32,7 @@ class Pin:
         parameter: The parameter, the same object as before.
         count: How many elements this pin holds.
 
-    Example:
+    Examples:
         >>> embedding = torch.nn.Embedding(4, 2)
         >>> pin = gg.pin(embedding.weight, rows=[0, 3])
         >>> pin
@@ -96,7 +96,7 @@ class Pin:
         Raises:
             ArgumentValueError: It does not have it.
 
-        Example:
+        Examples:
             >>> model = torch.nn.Linear(2, 2)
             >>> pin = gg.pin(model.weight, rows=[0])
             >>> pin.save_in(model)
@@ -198,7 +198,7 @@ def pin(
         ArgumentValueError: Not a leaf, a mask of another shape, or neither mask nor rows.
         ArgumentIndexError: A row that does not exist.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> pin = gg.pin(weight, frozen=torch.tensor([True, False, False]))
         >>> optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)

@@ -51,7 +51,7 @@ class FreezeHandle:
         tied: For each name that shares its values with others: those others. They are frozen with it.
         statistics: The modules whose running statistics stand still.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         >>> handle = gg.freeze(model, "0.*")
         >>> handle
@@ -180,7 +180,7 @@ def freeze(model: nn.Module, *what: Selector, statistics: bool = True) -> Freeze
         ArgumentValueError: A module or parameter of another model was given, or one that has no values yet.
         ArgumentTypeError: `model` is no module, or a selector is of a kind that selects nothing.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         >>> with gg.freeze(model, "0.*", "*.bias") as handle:
         ...     print(*handle.names)
@@ -213,7 +213,7 @@ def train_only(model: nn.Module, *what: Selector, statistics: bool = True) -> Fr
         ArgumentValueError: There is no selector, or a module or parameter of another model was given.
         ArgumentTypeError: `model` is no module, or a selector is of a kind that selects nothing.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         >>> gg.train_only(model, "1.*")
         FreezeHandle(0.weight, 0.bias)
@@ -273,7 +273,7 @@ def thaw(model: nn.Module, *what: Selector) -> None:
         NothingMatchedError: A selector matches nothing.
         ArgumentValueError: DistributedDataParallel would never synchronise the thawed parameter.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 2)
         >>> handle = gg.freeze(model)
         >>> gg.freezing.thaw(model)

@@ -31,7 +31,7 @@ def assert_frozen(*handles: Verifiable) -> None:
         FrozenMovedError: A frozen element is not what it was; the message names it. It is an AssertionError too.
         ArgumentTypeError: Something else was given.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> handle = gg.freeze(model)
         >>> gg.freezing.assert_frozen(handle)

@@ -43,7 +43,7 @@ class RowTraining:
         modules: The modules that have the table: more than the given one if it is tied.
         active: False once `merge` has been called.
 
-    Example:
+    Examples:
         >>> embedding = torch.nn.Embedding(1000, 4)
         >>> training = gg.train_rows(embedding, rows=[7, 8])
         >>> training
@@ -176,7 +176,7 @@ def train_rows(module: nn.Module, rows: Sequence[int] | torch.Tensor | range) ->
         ArgumentValueError: The rows of this table learn already, DistributedDataParallel is around it already, or
             the Embedding changes its table by itself (`max_norm`, `scale_grad_by_freq`).
 
-    Example:
+    Examples:
         >>> embedding = torch.nn.Embedding(1000, 4)
         >>> training = gg.train_rows(embedding, rows=[7])
         >>> optimizer = torch.optim.AdamW(embedding.parameters())
@@ -205,7 +205,7 @@ def merge_rows(model: nn.Module) -> None:
     Args:
         model: The model.
 
-    Example:
+    Examples:
         >>> import copy
         >>> embedding = torch.nn.Embedding(10, 2)
         >>> training = gg.train_rows(embedding, rows=[7])

@@ -39,7 +39,7 @@ class FreezeSchedule:
         ArgumentTypeError: The plan is no mapping from numbers to lists.
         ArgumentValueError: A number is negative, or the plan is empty.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         >>> schedule = gg.FreezeSchedule(model, {0: ["1.*"], 3: ["0.*"]})
         >>> model[0].weight.requires_grad, model[1].weight.requires_grad

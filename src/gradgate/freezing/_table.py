@@ -85,7 +85,7 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
     Raises:
         ArgumentTypeError: `model` is no module.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         >>> handle = gg.freeze(model, "0.*")
         >>> table = gg.trainable(model)

@@ -44,7 +44,7 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
         result is detached, nothing upstream is computed or held, `.grad` stays None; so does a function that answers
         False. Forward mode follows the same rule (not with a function). Second derivatives follow it too.
 
-    Example:
+    Examples:
         >>> x = torch.ones(3, requires_grad=True)
         >>> y = gg.gate(x, torch.tensor([True, False, True]))
         >>> (y * torch.tensor([2.0, float("nan"), 3.0])).sum().backward()
@@ -80,7 +80,7 @@ def scale_grad(x: torch.Tensor, factor: float | torch.Tensor, *, meter: GateMete
         not prune: what is upstream gets zeros, not None (for None: `gg.gate(x, False)`). factor is a constant, no
         gradient reaches it. Forward mode multiplies the tangent; second derivatives follow the same rule.
 
-    Example:
+    Examples:
         >>> x = torch.ones(2, requires_grad=True)
         >>> gg.scale_grad(x, 0.1).sum().backward()
         >>> x.grad
@@ -110,7 +110,7 @@ def reverse_grad(
         The arriving one times -strength; everything else as in `scale_grad`. Forward mode turns the tangent round in
         the same way, so that jvp and vjp agree with each other (and not with the forward values, on purpose).
 
-    Example:
+    Examples:
         >>> x = torch.ones(2, requires_grad=True)
         >>> gg.reverse_grad(x, 0.5).sum().backward()
         >>> x.grad
@@ -151,7 +151,7 @@ def clip_grad(
         it came, for `finite_grad` or the guard to see; finite gradients are clipped however large they are. There is
         no forward mode: the rule depends on the gradient. Second derivatives go through the rule.
 
-    Example:
+    Examples:
         >>> x = torch.zeros(2, requires_grad=True)
         >>> (gg.clip_grad(x, max_norm=1.0) * torch.tensor([30.0, 40.0])).sum().backward()
         >>> x.grad
@@ -201,7 +201,7 @@ def finite_grad(x: torch.Tensor, fill: float = 0.0, *, meter: GateMeter | None =
         The arriving one where it is finite, fill elsewhere (a complex number is finite if both its parts are). There
         is no forward mode: the rule depends on the gradient. Second derivatives flow where the gradient was finite.
 
-    Example:
+    Examples:
         >>> meter = gg.GateMeter()
         >>> x = torch.zeros(2, requires_grad=True)
         >>> torch.sqrt(gg.finite_grad(x, meter=meter)).sum().backward()
@@ -232,7 +232,7 @@ def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
     Gradient:
         The arriving one, unchanged, to soft; nothing to hard, not even zeros. Forward mode takes the tangent of soft.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([0.2, 0.7], requires_grad=True)
         >>> y = gg.straight_through(x.round(), x)
         >>> y.sum().backward()

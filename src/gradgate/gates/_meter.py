@@ -19,7 +19,7 @@ class GateMeter:
     finite at `finite_grad`. Elements that are only scaled or clipped *pass*; the norms tell by how much. Of a sparse
     gradient the stored elements count. Under a gradient scaler the norms are those of the scaled gradient.
 
-    Example:
+    Examples:
         >>> meter = gg.GateMeter()
         >>> x = torch.ones(2, 2, requires_grad=True)
         >>> gg.gate(x, torch.tensor([[True], [False]]), meter=meter).sum().backward()

@@ -91,7 +91,7 @@ class Gate(GateModule):
         meter: Counts what passes and what is stopped.
         save: Put keep into the state_dict.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), gg.Gate(keep=False), torch.nn.Linear(4, 1))
         >>> model(torch.ones(2, 4)).sum().backward()
         >>> model[0].weight.grad is None, model[2].weight.grad is None
@@ -118,7 +118,7 @@ class ScaleGrad(GateModule):
         meter: Counts what passes and what is stopped.
         save: Put factor into the state_dict.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), gg.ScaleGrad(0.1), torch.nn.Linear(4, 1))
         >>> model[1]
         ScaleGrad(factor=0.1)
@@ -143,7 +143,7 @@ class ReverseGrad(GateModule):
         meter: Counts what passes and what is stopped.
         save: Put strength into the state_dict.
 
-    Example:
+    Examples:
         >>> reverse = gg.ReverseGrad(strength=0.0, save=True)
         >>> for step in range(3):
         ...     reverse.strength = step / 2    # a schedule is an assignment
@@ -174,7 +174,7 @@ class ClipGrad(GateModule):
         meter: Counts the norm before and after.
         save: Put the settings into the state_dict.
 
-    Example:
+    Examples:
         >>> gg.ClipGrad(max_norm=1.0)
         ClipGrad(max_norm=1.0, max_value=None, per_sample=False)
     """
@@ -210,7 +210,7 @@ class FiniteGrad(GateModule):
         meter: Counts what was replaced, as `stopped`.
         save: Put fill into the state_dict.
 
-    Example:
+    Examples:
         >>> gg.FiniteGrad()
         FiniteGrad(fill=0.0)
     """

@@ -57,7 +57,7 @@ def where(filters: Mapping[str, Any], *, by_index: bool = True) -> tuple[str, li
     Raises:
         ArgumentTypeError: There is no such filter.
 
-    Example:
+    Examples:
         >>> where({"cause": "exception", "run": None})
         ('cause = ?', ['exception'])
     """
@@ -112,7 +112,7 @@ def moment(value: Moment) -> float:
         ArgumentValueError: The text is neither.
         ArgumentTypeError: It is something else.
 
-    Example:
+    Examples:
         >>> moment("1970-01-01T00:01:00+00:00"), moment(5)
         (60.0, 5.0)
     """

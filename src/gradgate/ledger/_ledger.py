@@ -44,7 +44,7 @@ class Ledger(Questions):
     Raises:
         LedgerError: The file cannot be opened, is not a ledger, or was written by a newer gradgate.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger")
         >>> ledger.record(gg.Incident(stage="load", cause="exception", sample_id="img_17.png", message="bad header"))

@@ -46,7 +46,7 @@ def record_decisions(
     Raises:
         ArgumentValueError: Neither `keep` nor `weights` was given, or they are not one for each sample.
 
-    Example:
+    Examples:
         >>> class Printer:
         ...     def record_many(self, incidents, payloads=None):
         ...         print(*(f"{i.sample_id}: {i.cause} {i.details}" for i in incidents))

@@ -29,7 +29,7 @@ class ExactMean:
         model: The model, or its wrapper, whose gradients are divided.
         group: The process group that shares the batch; found from the wrapper or the default group without it.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(3, 1)
         >>> exact = gg.losses.ExactMean(model)
         >>> for keep in (torch.tensor([True, True, True]), torch.tensor([True, False, False])):

@@ -62,7 +62,7 @@ def masked_loss(
     Gradient:
         That of the loss on what is kept; exactly 0 to everything left out, and to everything when nothing is kept.
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[2.0, 0.0], [float("nan"), 0.0]], requires_grad=True)
         >>> labels = torch.tensor([0, 255])
         >>> loss = gg.losses.masked_loss(torch.nn.functional.cross_entropy, logits, labels, exclude=255)

@@ -43,7 +43,7 @@ def inliers(x: torch.Tensor, *, method: Method = "mad", threshold: float = 3.5, 
         ArgumentTypeError: x is complex.
         ArgumentValueError: The method is unknown, or the threshold makes no sense for it.
 
-    Example:
+    Examples:
         >>> gg.losses.inliers(torch.tensor([1.0, 2.0, 3.0, 1000.0, float("nan")]))
         tensor([ True,  True,  True, False, False])
     """
@@ -150,7 +150,7 @@ def trimmed(per_sample: torch.Tensor, fraction: float) -> torch.Tensor:
     Gradient:
         1 / (number kept) to each loss kept, exactly 0 to those left out, also where they are NaN or infinite.
 
-    Example:
+    Examples:
         >>> gg.losses.trimmed(torch.tensor([1.0, 2.0, 3.0, float("nan")]), 0.25)
         tensor(2.)
     """

@@ -44,7 +44,7 @@ def reduce(
         also where its loss is NaN, and to everything when nothing is kept. What comes before `per_element` is still
         computed: where that has a NaN of its own, use `masked_loss`, which does not compute it at all.
 
-    Example:
+    Examples:
         >>> per_sample = torch.tensor([0.5, 1.5, float("nan")])
         >>> gg.losses.reduce(per_sample, keep=torch.tensor([True, True, False]))
         tensor(1.)

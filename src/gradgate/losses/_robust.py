@@ -48,7 +48,7 @@ def huber(
         r up to the scale, scale x sign(r) beyond. Exactly 0 to what is left out, whatever it is; NaN that is kept
         stays visible. The rest of the family has the same shape of answer, with its own slope.
 
-    Example:
+    Examples:
         >>> gg.losses.huber(torch.tensor([0.5, 3.0, float("nan")]), keep=torch.tensor([True, True, False]))
         tensor(1.3125)
     """
@@ -84,7 +84,7 @@ def cauchy(
     Gradient:
         r / (1 + (r / scale)^2); else as in `huber`.
 
-    Example:
+    Examples:
         >>> gg.losses.cauchy(torch.tensor([0.0, 1.0]), reduction="none")
         tensor([0.0000, 0.3466])
     """
@@ -122,7 +122,7 @@ def welsch(
     Gradient:
         r x exp(-(r / scale)^2), 0 for an infinite residual; else as in `huber`.
 
-    Example:
+    Examples:
         >>> gg.losses.welsch(torch.tensor([0.0, float("inf")]), reduction="none")
         tensor([0.0000, 0.5000])
     """
@@ -160,7 +160,7 @@ def geman_mcclure(
     Gradient:
         r / (1 + (r / scale)^2)^2, 0 for an infinite residual; else as in `huber`.
 
-    Example:
+    Examples:
         >>> gg.losses.geman_mcclure(torch.tensor([1.0, float("inf")]), reduction="none")
         tensor([0.2500, 0.5000])
     """
@@ -195,7 +195,7 @@ def tukey(
     Gradient:
         r x (1 - (r / scale)^2)^2 up to the scale, exactly 0 beyond; else as in `huber`.
 
-    Example:
+    Examples:
         >>> gg.losses.tukey(torch.tensor([0.5, 100.0]), reduction="none")
         tensor([0.0964, 0.1667])
     """
@@ -233,7 +233,7 @@ def charbonnier(
     Gradient:
         r / sqrt(1 + (r / scale)^2); else as in `huber`.
 
-    Example:
+    Examples:
         >>> gg.losses.charbonnier(torch.tensor([0.0, 1.0]), reduction="none")
         tensor([0.0000, 0.4142])
     """
@@ -276,7 +276,7 @@ def barron(
         through alpha = 0. At alpha = 2 the slope in alpha is infinite, so b is taken as at least 1e-3 there. Else as
         in `huber`.
 
-    Example:
+    Examples:
         >>> r = torch.tensor([1.0, 2.0])
         >>> torch.allclose(gg.losses.barron(r, alpha=1.0), gg.losses.charbonnier(r))
         True
@@ -310,7 +310,7 @@ def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *,
     Returns:
         Weights of the residual's shape, 1 for a small residual, towards 0 for an outlier; detached. NaN for NaN.
 
-    Example:
+    Examples:
         >>> gg.losses.robust_weights(gg.losses.cauchy, torch.tensor([0.0, 1.0, 3.0]))
         tensor([1.0000, 0.5000, 0.1000])
     """

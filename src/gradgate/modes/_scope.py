@@ -144,7 +144,7 @@ def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool =
     Raises:
         ArgumentTypeError: The flag is not a bool, fn cannot be called, or a class was decorated.
 
-    Example:
+    Examples:
         >>> weight = torch.ones(2, requires_grad=True)
         >>> gg.grad_mode(False, lambda: (weight * 2).requires_grad)
         False
@@ -202,7 +202,7 @@ def carry_mode(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     Raises:
         ArgumentTypeError: fn cannot be called.
 
-    Example:
+    Examples:
         >>> from concurrent.futures import ThreadPoolExecutor
         >>> weight = torch.ones(2, requires_grad=True)
         >>> with ThreadPoolExecutor(1) as pool, gg.grad_mode(False):

@@ -111,7 +111,7 @@ def replay(
         LedgerError: Its sample was not stored, or not whole.
         ArgumentTypeError: loss_fn gives no tensor.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger", payload=True)
         >>> model = torch.nn.Linear(2, 1)
