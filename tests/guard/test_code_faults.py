@@ -193,6 +193,13 @@ def test_a_loss_that_does_not_use_its_batch_is_told():
     assert "must use the batch that it is given" in str(caught.value.__cause__)
 
 
+def test_a_step_while_recording_is_switched_off_is_told_as_it_is():
+    model = nn.Linear(3, 1)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad") as caught:
+        gg.Guard(model).step(torch.randn(8, 3), lambda x: model(x).mean())
+    assert "every sample that was tried fails in the same way" in caught.value.__notes__[-1]
+
+
 def test_an_empty_batch():
     model = nn.Linear(3, 1)
     assert gg.Guard(model).step(torch.zeros(0, 3), lambda x: model(x).sum()).kept == []

@@ -220,6 +220,44 @@ def test_an_exception_that_needs_two_samples(pair):
     assert {i.cause for i in step.dropped} == {"together"}
 
 
+def test_a_token_that_the_vocabulary_does_not_have():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 2))
+    x = torch.randint(0, 10, (16, 3))
+    x[5, 1], x[9, 0] = 99, -3
+    step = step_of(model, x, lambda x: model(x).mean())
+    assert rows(step) == [5, 9]
+    assert step.dropped[0].module == "0"
+
+
+def test_a_label_that_the_head_does_not_have():
+    model = nn.Linear(4, 3)
+    y = torch.randint(0, 3, (16,))
+    y[4] = 7
+    step = step_of(model, (torch.randn(16, 4), y), lambda b: F.cross_entropy(model(b[0]), b[1]))
+    assert rows(step) == [4]
+    assert "Target 7 is out of bounds" in step.dropped[0].message
+
+
+def test_a_module_that_runs_twice_and_takes_keywords():
+    class Scaling(nn.Module):
+        def forward(self, x, scale=1.0):
+            if bool((x.abs() > 1e4).any()):
+                raise ValueError("too large")
+            return x * scale
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scaling, self.linear = Scaling(), nn.Linear(4, 4)
+
+        def forward(self, x, factor):
+            return self.scaling(x=self.linear(self.scaling(x, scale=2)) * factor[:, None], scale=3)
+
+    model, factor = Twice(), torch.ones(12)
+    factor[3] = 1e9
+    assert rows(step_of(model, (torch.randn(12, 4), factor), lambda b: model(*b).mean())) == [3]
+
+
 def test_an_exception_in_backward():
     class Fussy(torch.autograd.Function):
         @staticmethod

@@ -146,6 +146,25 @@ def test_parameters_that_no_guarded_module_owns_are_taken_in():
     assert torch.equal(margin.grad, found)
 
 
+def test_inputs_that_take_a_gradient():
+    """As for adversarial examples: the gradient of a dropped sample's input is exactly 0."""
+    model = nn.Linear(3, 1)
+    x, zero = torch.randn(6, 3, requires_grad=True), torch.ones(6)
+    zero[4] = 0
+    x.grad = torch.ones(6, 3)
+
+    def loss_fn(batch):
+        return (model(batch[0]).square()[:, 0] * batch[1]).sqrt().mean()
+
+    step = gg.Guard(model).step((x, zero), loss_fn)
+    found, x.grad = x.grad.clone(), torch.ones(6, 3)
+    assert step.kept == [0, 1, 2, 3, 5]
+    assert found[4].tolist() == [1, 1, 1]
+    model.zero_grad()
+    loss_fn((x[step.kept], zero[step.kept])).backward()
+    assert torch.equal(x.grad, found)
+
+
 def test_several_modules_are_guarded_together():
     encoder, head = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     twin_encoder, twin_head = copy.deepcopy(encoder), copy.deepcopy(head)

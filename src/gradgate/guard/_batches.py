@@ -91,6 +91,13 @@ class BatchReader:
                 return sum(write_count(leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
         return total
 
+    def leaves(self, batch: Any) -> list[torch.Tensor]:
+        """List the tensors of a batch that take a gradient themselves."""
+        kind = type(batch)
+        parts = batch if kind is tuple or kind is list else (batch,) if kind is torch.Tensor else _leaves(batch)
+        found = [part for part in parts if isinstance(part, torch.Tensor) and part.requires_grad]
+        return [tensor for tensor in found if tensor.is_leaf]
+
     def select(self, batch: Any, rows: Rows, size: int) -> Any:
         """Take some samples of a batch.
 

@@ -60,7 +60,7 @@ class Guard:
         ArgumentValueError: A number is out of range.
         LedgerError: The ledger cannot be opened.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(3, 1)
         >>> guard = gg.Guard(model)
         >>> x = torch.randn(8, 3)
@@ -226,7 +226,7 @@ class Guard:
         self, trial: Trial, batch: Any, size: int, ids: Ids | None
     ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
         """Make a try, and recover from its fault; whatever is raised, everything is as before."""
-        self._state.remember()
+        self._state.remember(self._reader.leaves(batch))
         writes = self._reader.writes(batch)
         try:
             outcome = trial.run(batch, size)

@@ -48,7 +48,7 @@ class Summary:
         transient: How many faults did not come again.
         causes: How many samples were dropped for each cause.
 
-    Example:
+    Examples:
         >>> print(Summary(steps=10, samples=640, bad_steps=1, dropped=2, transient=0, causes={"exception": 2}))
         10 steps with 640 samples: 2 samples dropped in 1 step (0.312 %), 0 transient faults
         cause      dropped

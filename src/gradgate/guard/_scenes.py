@@ -50,6 +50,7 @@ class Scenes:
         self.recording = False
         self.messages: dict[int, str] = {}
         self._reader = reader
+        self._ambient = torch.is_grad_enabled()
         self.eager = eager
 
     @contextmanager
@@ -69,7 +70,8 @@ class Scenes:
             self.state.restore_tensors()
         else:
             self.state.restore()
-        with torch.set_grad_enabled(self.recording if recording is None else recording):
+        wanted = self.recording if recording is None else recording
+        with torch.set_grad_enabled(wanted and self._ambient):
             yield
 
     def whole(self, fault: Fault) -> Test:

@@ -27,6 +27,7 @@ class TrainingState:
         self._roots = list(modules)
         self._random = RandomState()
         self._extra: list[torch.nn.Parameter] = []
+        self._guests: list[torch.Tensor] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.refresh()
 
@@ -34,7 +35,7 @@ class TrainingState:
         """Look again at what parameters and buffers there are; modules may have been moved or extended."""
         self.modules = unique = dict.fromkeys(module for root in self._roots for module in root.modules())
         found = (parameter for module in unique for parameter in module.parameters(recurse=False))
-        self.parameters: list[torch.nn.Parameter] = list(dict.fromkeys([*found, *self._extra]))
+        self.parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self._extra, *self._guests]))
         self._owners = [(module, name) for module in unique for name in buffers_of(module)]
         self._slots = [(buffers_of(module), name) for module, name in self._owners]
         self._buffers: list[torch.Tensor | None] = [owner[name] for owner, name in self._slots]
@@ -50,9 +51,16 @@ class TrainingState:
         self.parameters += strangers
         self._lay_aside(strangers)
 
-    def remember(self) -> None:
-        """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied."""
+    def remember(self, guests: Sequence[torch.Tensor] = ()) -> None:
+        """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied.
+
+        Args:
+            guests: Tensors besides the parameters that take a gradient in this step: inputs.
+        """
         self._random.remember()
+        if guests or self._guests:
+            self._guests = list(guests)
+            self.refresh()
         if self._slots:
             current = [owner.get(name) for owner, name in self._slots]
             if not all(map(operator.is_, current, self._buffers)):
@@ -61,7 +69,7 @@ class TrainingState:
         self._gradients = []
         self._lay_aside(self.parameters)
 
-    def _lay_aside(self, parameters: list[torch.nn.Parameter]) -> None:
+    def _lay_aside(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 self._gradients.append((parameter, parameter.grad))
@@ -146,7 +154,7 @@ class TrainingState:
         """Name the parameters that are not finite."""
         return self._names(p for p in self.parameters if not bool(torch.isfinite(p.detach()).all()))
 
-    def _names(self, parameters: Iterable[torch.nn.Parameter]) -> list[str]:
+    def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         chosen = list(parameters)
         if not chosen:
             return []

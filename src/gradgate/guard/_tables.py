@@ -21,7 +21,7 @@ def incident_table(incidents: Sequence[Incident]) -> str:
     Returns:
         One line for each, under a heading.
 
-    Example:
+    Examples:
         >>> print(incident_table([Incident(stage="loss", cause="non-finite loss", row=3, message="inf")]))
         row  sample  stage  cause            where  what
         3    -       loss   non-finite loss  -      inf
@@ -58,7 +58,7 @@ def incident_line(incident: Incident) -> str:
     Returns:
         The line.
 
-    Example:
+    Examples:
         >>> incident_line(Incident(stage="loss", cause="non-finite loss", row=3, sample_id="a.png", step=7))
         'step 7: dropped sample a.png (row 3): non-finite loss in loss'
     """
