@@ -364,11 +364,12 @@ def _aside(case: Case, names: list[str]) -> Finding:
             if number is not None and (last is None or number > last):
                 last = number
     where = case.trace.ops[last].place if last is not None else None
+    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
     return finding_at(
         where,
         "GG103",
         "warning",
-        f"{listed(names, 4)} {'is' if len(names) == 1 else 'are'} used, but the loss does not depend on it",
+        f"{listed(names, 4)} {verb} used, but the loss does not depend on {them}",
         reason="What is computed from it ends here; it never enters the loss, so it gets no gradient.",
         fix="loss = loss + weight * auxiliary_loss     # or leave the computation out",
         module=module_of_names(names),

@@ -198,7 +198,7 @@ def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -
     Raises:
         ArgumentTypeError: `step_fn` is not callable, or `model` is not a module.
 
-    Example:
+    Examples:
         >>> encoder, head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
         >>> model = torch.nn.ModuleDict({"encoder": encoder, "head": head})
         >>> def step():

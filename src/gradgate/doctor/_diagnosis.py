@@ -29,7 +29,7 @@ class Diagnosis:
         findings: What it says, the worst first.
         exception: What the step raised, or None.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(2, 1)
         >>> diagnosis = gg.diagnose(lambda: layer(torch.ones(4, 2)).mean(), model=layer)
         >>> diagnosis.healthy, diagnosis.findings
@@ -58,7 +58,7 @@ class Diagnosis:
         Raises:
             ArgumentValueError: There is no such severity.
 
-        Example:
+        Examples:
             >>> gg.doctor.Diagnosis().at_least("error")
             ()
         """
@@ -91,7 +91,7 @@ class Diagnosis:
         Returns:
             The text.
 
-        Example:
+        Examples:
             >>> gg.doctor.Diagnosis().to_json()
             '{"version": 1, "healthy": true, "exception": null, "findings": []}'
         """

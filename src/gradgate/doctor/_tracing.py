@@ -132,7 +132,7 @@ def trace(model: torch.nn.Module | None = None) -> Tracing:
     Raises:
         ArgumentTypeError: `model` is not a module.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         >>> with gg.trace(layer) as traced:

@@ -85,7 +85,7 @@ class Watch:
             BadStepError: A gradient is not finite and `on_bad` is "raise"; `.diagnosis` says where it was born.
             Exception: What the step raised, with the findings as notes.
 
-        Example:
+        Examples:
             >>> layer = torch.nn.Linear(2, 1)
             >>> def step():
             ...     loss = (layer(torch.zeros(4, 2)) * 0).sqrt().mean()
@@ -218,7 +218,7 @@ def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
         ArgumentTypeError: `model` is not a module or `optimizer` not an optimizer.
         ArgumentValueError: `on_bad` is another word.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         >>> with gg.watch(layer, optimizer):
