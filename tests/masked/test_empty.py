@@ -116,6 +116,8 @@ def test_interpolation_and_q_are_checked():
     with pytest.raises(ArgumentValueError, match="room for one dimension of them"):
         masked.quantile(X, torch.zeros(2, 2))
     assert masked.quantile(X, torch.tensor([0.5, 1.5])).isnan().tolist() == [False, True]
+    with pytest.raises(ArgumentValueError, match=r"`q` has 1\.5"):
+        masked.quantile(X.int(), torch.tensor([0.5, 1.5]), interpolation="lower")
 
 
 # --- where the host cannot look ---------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from gradgate._names import describe, listed
+from gradgate._torch_compat import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.masked._kernels import counts, fill, may_look
+from gradgate.masked._kernels import counts, fill, may_look, recorded, sums
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
 
@@ -56,7 +57,7 @@ def median(
         1 to the element in the middle, or 1/2 to each of the two; exactly 0 to all others, to what is not kept, and
         to a slice where NaN is kept.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0, -999.0])
         >>> gg.masked.median(x, exclude=-999), gg.masked.median(x, exclude=-999, interpolation="lower")
         (tensor(2.5000), tensor(2.))
@@ -96,14 +97,14 @@ def quantile(
     Raises:
         ArgumentTypeError: x is complex.
         ArgumentValueError: q is not between 0 and 1, or the interpolation is unknown. A q that is a tensor is not
-            looked at; a value of it that is not between 0 and 1 gives NaN.
+            looked at unless x is of integers; a value of it that is not between 0 and 1 gives NaN.
         NothingKeptError: A slice has nothing kept and the result is of integers, or `empty="raise"`.
 
     Gradient:
         To the one or two elements that the quantile lies on or between, by their weights; exactly 0 to all others,
         to what is not kept, and to a slice where NaN is kept.
 
-    Example:
+    Examples:
         >>> gg.masked.quantile(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 1e9]), [0.25, 0.5], exclude=1e9)
         tensor([1., 2.])
     """
@@ -122,13 +123,15 @@ def _quantile(slices: Slices, q: float | Sequence[float] | torch.Tensor, interpo
         )
     if not slices.x.is_floating_point() and not chooses:
         slices.x = slices.x.to(torch.get_default_dtype())
-    several, levels = _levels(q, slices)
     one = slices.with_mask().in_one_dim()
     mask = one.full_mask()
     middle = isinstance(q, float) and q == 0.5 and interpolation in ("lower", "midpoint")
     if middle and one.x.dtype in _SELECTED and may_look(one.x, mask):
-        found, number = _selected(one, interpolation)
-        return slices.settle(slices.reduced(found), number=slices.reduced(number))
+        found, kept = _selected(one, interpolation)
+        return (
+            slices.reduced(found) if kept is None else slices.settle(slices.reduced(found), None, slices.reduced(kept))
+        )
+    several, levels = _levels(q, slices)
     number = mask.sum(-1)
     # NaN and what is left out go to the end together; a slice with NaN in it is NaN, whatever its order.
     is_float = one.x.is_floating_point()
@@ -142,20 +145,27 @@ def _quantile(slices: Slices, q: float | Sequence[float] | torch.Tensor, interpo
     return slices.settle(slices.reduced(result, leading=int(several)), number=slices.reduced(number))
 
 
-def _selected(slices: Slices, interpolation: Interpolation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give medians along the last dimension and the numbers kept, without putting everything in order."""
+def _selected(slices: Slices, interpolation: Interpolation) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Give medians along the last dimension and the numbers kept, without putting everything in order.
+
+    The numbers are None where it was seen that nothing is empty.
+    """
     x, mask = slices.x, slices.full_mask()
-    filled, number = fill(x.detach(), mask, math.nan), slices.number()
-    low, index = (found.unsqueeze(-1) for found in filled.nanmedian(-1))
-    poisoned = counts(filled.isnan(), x.shape, slices.dims, False) > x.shape[-1] - number
-    result = x.gather(-1, index).squeeze(-1)
+    filled = fill(x.detach(), mask, math.nan)
+    low, index = filled.nanmedian(-1, keepdim=True)
+    result = x.gather(-1, index) if recorded(x) else low
+    if interpolation == "lower" and not low.isnan().any() and not x.isnan().any():
+        return result.squeeze(-1), None
+    total, number = sums(x.detach(), mask, slices.dims, keepdim=True)
     if interpolation == "midpoint":
         # The other one in the middle is the next larger one, unless there are so many equal to the lower one.
         above = filled > low
-        alone = (number % 2 == 1) | (2 * (number - counts(above, x.shape, slices.dims, False)) > number)
-        other = torch.where(alone.unsqueeze(-1), index, fill(filled, above, math.inf).argmin(-1, keepdim=True))
-        result = result * 0.5 + x.gather(-1, other).squeeze(-1) * 0.5
-    return torch.where(poisoned, math.nan, result), number
+        alone = (number % 2 == 1) | (2 * (number - counts(above, x.shape, slices.dims, True)) > number)
+        other = torch.where(alone, index, fill(filled, above, math.inf).argmin(-1, keepdim=True))
+        result = result * 0.5 + x.gather(-1, other) * 0.5
+    if not math.isfinite(total.sum().item()):  # NaN may be among what is kept, but need not
+        result = torch.where((x.detach().isnan() & mask).any(-1, keepdim=True), math.nan, result)
+    return result.squeeze(-1), number.squeeze(-1)
 
 
 def _levels(q: float | Sequence[float] | torch.Tensor, slices: Slices) -> tuple[bool, torch.Tensor]:
@@ -167,23 +177,30 @@ def _levels(q: float | Sequence[float] | torch.Tensor, slices: Slices) -> tuple[
                 why="quantiles become the first dimension of the result, so there is room for one dimension of them.",
                 fix="q=q.flatten()",
             )
-        return q.dim() == 1, q.to(slices.x.device, torch.float64).reshape(-1)
+        levels = q.to(slices.x.device, torch.float64).reshape(-1)
+        if not slices.x.is_floating_point() and has_data(levels):  # an integer cannot say NaN
+            _check_levels(levels.tolist(), slices.function)
+        return q.dim() == 1, levels
     several = not isinstance(q, int | float)
     wanted = list(q) if several and not isinstance(q, str) else [q]  # type: ignore[arg-type]
-    for level in wanted:
+    _check_levels(wanted, slices.function)
+    return several, torch.tensor(wanted, dtype=torch.float64, device=slices.x.device)
+
+
+def _check_levels(levels: list[Any], function: str) -> None:
+    for level in levels:
         if not isinstance(level, int | float):
             raise ArgumentTypeError(
-                f"{slices.function}(): `q` has {describe(level)}.",
+                f"{function}(): `q` has {describe(level)}.",
                 why="a quantile is a number from 0 to 1, or several of them.",
                 fix="q=0.5, or q=[0.25, 0.75]",
             )
         if not 0 <= level <= 1:
             raise ArgumentValueError(
-                f"{slices.function}(): `q` has {level!r}.",
+                f"{function}(): `q` has {level!r}.",
                 why="a quantile is a share of the elements, from 0 (the smallest) to 1 (the largest).",
                 fix=f"q={level / 100 if 1 < level <= 100 else 0.5}",
             )
-    return several, torch.tensor(wanted, dtype=torch.float64, device=slices.x.device)
 
 
 def _at(ordered: torch.Tensor, rank: torch.Tensor, interpolation: Interpolation) -> torch.Tensor:
