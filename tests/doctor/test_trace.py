@@ -1,5 +1,7 @@
 """The tracer, always on: over many steps, and through exceptions."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,29 @@ def test_a_tensor_made_in_inference_mode_some_steps_ago():
     with pytest.raises(RuntimeError, match="Inference tensors"), gg.trace(m) as traced:
         train()
     assert traced.diagnosis.findings[0].source == 'cache["scale"] = torch.arange(4.0)  # HERE'
+
+
+def test_an_optimizer_that_raises_does_not_blind_it():
+    class Moody(torch.optim.SGD):
+        moods = iter([True, False, True, True])
+
+        def step(self, closure=None):
+            if next(self.moods):
+                return super().step(closure)
+            raise ValueError("not today")
+
+    m = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 1)})
+    optimizer = Moody(m.parameters(), lr=0.1)
+    with gg.trace(m) as traced:
+        for number in range(4):
+            optimizer.zero_grad()
+            h = m.a(X)
+            m.b(h.detach() if number == 3 else h).mean().backward()
+            with contextlib.suppress(ValueError):
+                optimizer.step()
+    assert traced.steps == 3
+    assert torch.overrides._get_current_function_mode() is None
+    assert traced.diagnosis.healthy
 
 
 def test_modes_of_the_user_inside_it():

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Tracer:
         self.off_switch = -1
         self.off_switches: list[int] = []
         self.call = ""
-        self._stepping = False
+        self._step_frame: FrameType | None = None
         self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Spot]] = {}
         self.late_backward: Backward | None = None
         self.active = False
@@ -102,9 +103,9 @@ class Tracer:
         """Trace no longer."""
         self.active = False
         self.trace.recording_at_end = torch.is_grad_enabled()
-        if not self._stepping:  # an optimizer that raised has left the modes out of force
+        if self._step_frame is None:  # an optimizer that raised has left the modes out of force
             self.leave_modes()
-        self._stepping = False
+        self._step_frame = None
         self.modules.clear()
         if self._packing is not None:
             self._packing.__exit__()
@@ -296,6 +297,7 @@ class Tracer:
     def _module_begins(self, module: torch.nn.Module, inputs: Any) -> None:
         if not self.active:
             return
+        self._after_a_failed_step()
         if not self.modules:
             known = self.trace.modules
             if not any(module is other for other in known):
@@ -309,8 +311,23 @@ class Tracer:
         if self.active and self.modules:
             self.modules.pop()
 
+    def _after_a_failed_step(self) -> None:
+        """Look again if an optimizer raised in its step and the user went on."""
+        if self._step_frame is not None and not self._is_inside_step():
+            self._step_frame = None
+            self.enter_modes()
+
+    def _is_inside_step(self) -> bool:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._step_frame:
+            frame = frame.f_back
+        return frame is not None
+
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.active:
+            return
+        self._after_a_failed_step()
+        if self._step_frame is not None:  # a subclass whose step calls the step of its base
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         spot, idle = locate(sys._getframe(1)), all(parameter.grad is None for parameter in held)
@@ -323,16 +340,16 @@ class Tracer:
         if closure or not self.can_pause():
             return
         self.leave_modes()
-        self._stepping = True
+        self._step_frame = sys._getframe(1)
         for parameter in held:
             if parameter.grad is not None:
                 self.saving.log_write(parameter, "optimizer.step()", spot, by_optimizer=True)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._stepping:
-            self._stepping = False
+        if self._step_frame is sys._getframe(1):
+            self._step_frame = None
             self.enter_modes()
-        if self.active:
+        if self.active and self._step_frame is None:
             for listener in self.after_step:
                 listener(optimizer)
 
