@@ -175,19 +175,27 @@ def faulty(kind, size, bad, fault, in_body=False, backward=False):
     model, optimizer, batch, loss_fn = training(kind, size, bad, fault(), in_body)
     loss_fn.parameters = list(model.parameters())
     guard = gg.Guard(model, patience=10**9)
-    return {
+    candidates = {
         "clean": partial(plain_step, clean_optimizer, clean, clean_loss),
         "guarded": partial(guarded_step, guard, optimizer, batch, loss_fn),
         "halves": partial(recipe_step, model, optimizer, batch, loss_fn, search_by_halves, backward),
-        "one by one": partial(recipe_step, model, optimizer, batch, loss_fn, search_one_by_one, backward),
     }
+    if can_wait_for_one_by_one(kind, size):
+        recipe = partial(recipe_step, model, optimizer, batch, loss_fn, search_one_by_one, backward)
+        candidates["one by one"] = recipe
+    return candidates
 
 
-def faulty_row(title, goal, kind, size, bad, *options):
-    """Make a row of a bad step."""
+def can_wait_for_one_by_one(kind, size):
+    """Tell whether trying each row takes less than a few seconds."""
+    return kind == "MLP" or size <= 256
+
+
+def faulty_row(title, goal, kind, size, bad, *options, base="clean"):
+    """Make a row of a bad step, against a clean one or against a recipe."""
     candidates = partial(faulty, kind, size, bad, *options)
-    title = f"{title}, {bad} bad of {size}, {kind}"
-    return Row("guard", title, candidates, "guarded", "clean", at_most=goal, rounds=5, seconds=1.0)
+    title = f"{title}, {bad} bad of {size}, {kind}" + ("" if base == "clean" else f", against {base}")
+    return Row("guard", title, candidates, "guarded", base, at_most=goal, rounds=5, seconds=1.0)
 
 
 ROWS = [
@@ -204,9 +212,9 @@ for kind in MODELS:
             few = bad < size // 8
             ROWS.append(faulty_row("a module raises", 2.5 if few else 4, kind, size, bad, Picky))
             ROWS.append(faulty_row("a module gives NaN", 2.5 if few else 4, kind, size, bad, partial(Spoiling, False)))
-        for bad in (1, 4, size // 8):
-            ROWS.append(
-                faulty_row("the body of forward raises", 4 if bad < 8 else None, kind, size, bad, nn.Identity, True)
-            )
+        body = partial(faulty_row, "the body of forward raises")
+        ROWS += [body(4, kind, size, bad, nn.Identity, True) for bad in (1, 4)]
+        recipe = "one by one" if can_wait_for_one_by_one(kind, size) else "halves"
+        ROWS.append(body(1, kind, size, size // 8, nn.Identity, True, base=recipe))
         for bad in (1, 4):
             ROWS.append(faulty_row("a gradient is NaN", 3, kind, size, bad, partial(Spoiling, True), False, True))
