@@ -81,6 +81,15 @@ def test_an_integer_output_takes_a_fill_value_that_it_can_hold():
     assert (out[0][3] == -100).all()
 
 
+def test_an_output_that_cannot_hold_the_fill_value_gets_0():
+    def function(x):
+        return x, x.argmax(1).to(torch.uint8), x[:, 0] > 0
+
+    (_, small, boolean), _ = gg.Guard(nn.Identity()).forward(function, spoilt(3), fill_value=-100)
+    assert small[3] == 0
+    assert not boolean[3]
+
+
 def test_the_mode_in_force_stays_and_gradients_flow_to_the_kept_rows():
     model = nn.Linear(3, 1)
     x = spoilt(2)

@@ -165,6 +165,20 @@ def test_inputs_that_take_a_gradient():
     assert torch.equal(x.grad, found)
 
 
+def test_a_loss_whose_gradient_does_not_come_through_a_module():
+    """The module runs, but the gradient is born at a weight that the loss uses itself."""
+    model = nn.Linear(3, 3)
+    x, zero = torch.randn(6, 3), torch.ones(6)
+    zero[4] = 0
+
+    def loss_fn(batch):
+        x, zero = batch
+        return model(x).detach().mean() + ((x @ model.weight).square().sum(1) * zero).sqrt().mean()
+
+    step = gg.Guard(model).step((x, zero), loss_fn)
+    assert step.kept == [0, 1, 2, 3, 5]
+
+
 def test_several_modules_are_guarded_together():
     encoder, head = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     twin_encoder, twin_head = copy.deepcopy(encoder), copy.deepcopy(head)

@@ -66,9 +66,9 @@ class Fault:
 
     @property
     def exception_type(self) -> str | None:
-        """The class of the exception with its module, as `builtins.ValueError`."""
+        """The class of the exception with its module, as `package.Error`; Python's own without it."""
         kind = type(self.error)
-        return None if self.error is None else f"{kind.__module__}.{kind.__qualname__}"
+        return None if self.error is None else class_name(kind)
 
     @property
     def message(self) -> str:

@@ -329,6 +329,12 @@ def _filled(leaf: Any, index: torch.Tensor, size: int, batch_dim: int, fill_valu
     if not isinstance(leaf, torch.Tensor) or (dim := batch_dim_of(leaf, len(index), batch_dim)) is None:
         return leaf
     shape = [*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]]
-    holds = leaf.is_floating_point() or leaf.is_complex() or (isinstance(fill_value, int) and not leaf.dtype.is_signed)
-    value = fill_value if holds or float(fill_value).is_integer() else 0
+    value = fill_value if _can_hold(leaf.dtype, fill_value) else 0
     return leaf.new_full(shape, value).index_copy(dim, index.to(leaf.device), leaf)
+
+
+def _can_hold(dtype: torch.dtype, value: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return float(value).is_integer() and low <= value <= high

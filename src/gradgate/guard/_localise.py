@@ -229,7 +229,7 @@ class _Localiser:
             outcome = scenes.trial.forward(scenes.batch, scenes.size)
             if outcome.fault is not None or not observer.entries:
                 return
-            torch.autograd.grad(outcome.value, observer.entries, allow_unused=True)
+            scenes.trial.attempt(lambda: torch.autograd.grad(outcome.value, observer.entries, allow_unused=True))
         self.found.modules = list(observer.modules)
         if observer.is_outermost:
             tape = self._tape(observer.open[0])

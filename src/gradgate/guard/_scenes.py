@@ -115,10 +115,10 @@ class Scenes:
                 outcome = self.trial.forward(batch, len(rows))
                 if outcome.fault is not None or not leaves:
                     return Verdict.OTHER
-                gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-                    outcome.value, leaves, allow_unused=True
-                )
-            finite = all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
+                back = self.trial.attempt(lambda: torch.autograd.grad(outcome.value, leaves, allow_unused=True))
+            if back.fault is not None:
+                return Verdict.OTHER
+            finite = all(bool(torch.isfinite(gradient).all()) for gradient in back.value if gradient is not None)
             return Verdict.PASSES if finite else Verdict.SAME
 
         with tape.installed():
