@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["describe", "listed", "nearest"]
+__all__ = ["class_name", "describe", "listed", "nearest"]
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
@@ -52,6 +52,22 @@ def describe(value: object) -> str:
         return f"the class {value.__name__}"
     text = repr(value)
     return f"the {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def class_name(kind: type) -> str:
+    """Write a class with its module, as far as that says something.
+
+    Args:
+        kind: The class.
+
+    Returns:
+        "ValueError" for one of Python's own, "package.module.Name" for others.
+
+    Examples:
+        >>> class_name(ValueError), class_name(torch.nn.Linear)
+        ('ValueError', 'torch.nn.modules.linear.Linear')
+    """
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def listed(names: Sequence[object], limit: int = 6) -> str:

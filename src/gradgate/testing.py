@@ -47,7 +47,7 @@ def assert_learns(
         AssertionError: A parameter cannot learn; the message says which, why and where.
         ArgumentTypeError: `model` is not a module, or `loss_fn` cannot be called.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> gg.testing.assert_learns(model, torch.randn(16, 4), lambda x: model(x).pow(2).mean(), steps=5)
         >>> gg.testing.assert_learns(model, torch.randn(16, 4), lambda x: model(x).detach().mean())
@@ -75,7 +75,7 @@ def assert_no_cut(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> None:
         AssertionError: A line cuts; the message says which.
         ArgumentTypeError: `model` is not a module, or `loss_fn` cannot be called.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 1)
         >>> gg.testing.assert_no_cut(model, torch.randn(16, 4), lambda model, x: model(x).mean())
     """
@@ -95,7 +95,7 @@ def assert_finite_grads(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> 
         AssertionError: A gradient is NaN or Inf; the message says where it was born and in which samples.
         ArgumentTypeError: `model` is not a module, or `loss_fn` cannot be called.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 1)
         >>> gg.testing.assert_finite_grads(model, torch.zeros(16, 4), lambda x: (model(x) * 0).sqrt().mean())
         Traceback (most recent call last):
@@ -115,7 +115,7 @@ def assert_frozen(*handles: Any) -> None:
         FrozenMovedError: A frozen element is not what it was; it is an AssertionError too.
         ArgumentTypeError: Something else was given.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> handle = gg.freeze(model)
         >>> gg.testing.assert_frozen(handle)

@@ -40,7 +40,7 @@ def test_an_exception_in_a_module_names_the_line_and_the_module():
     assert rows(step) == [4, 9]
     incident = step.dropped[0]
     assert (incident.stage, incident.cause, incident.module) == ("forward", "exception", "1.1")
-    assert incident.exception_type == "builtins.ValueError"
+    assert incident.exception_type == "ValueError"
     assert incident.message == "too large"
     path, line = incident.where.rsplit(":", 1)
     assert path.endswith("test_faults.py")

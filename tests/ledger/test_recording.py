@@ -28,7 +28,7 @@ def ledger(tmp_path):
 def test_an_incident_comes_back_as_it_was(ledger):
     full = Incident(
         run="night", step=7, epoch=2, rank=1, world_size=4, sample_id="img_17.png", row=3, stage="backward",
-        cause="non-finite gradient", exception_type="builtins.ValueError", message="bad", where="train.py:12",
+        cause="non-finite gradient", exception_type="ValueError", message="bad", where="train.py:12",
         module="encoder.layer1", loss=0.5, grad_norm=math.inf, transient=True, time=12.5,
         details={"shapes": [[1, 3, 8, 8]], "dtype": "float32"},
     )  # fmt: skip

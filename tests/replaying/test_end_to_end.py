@@ -77,12 +77,12 @@ def test_train_replay_test_repair(tmp_path):
     done = run(tmp_path, *replay, "test_line.py")
     assert done.returncode == 3, done.stderr
     assert "The same fault came again." in done.stdout
-    assert f"builtins.ValueError: unknown token 77   (train.py:{line})" in done.stdout
+    assert f"ValueError: unknown token 77   (train.py:{line})" in done.stdout
 
     pytest_run = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_line.py"]
     done = run(tmp_path, *pytest_run)
     assert done.returncode == 1, done.stdout
-    assert "the sample in test_line.safetensors still fails: builtins.ValueError: unknown token 77" in done.stdout
+    assert "the sample in test_line.safetensors still fails: ValueError: unknown token 77" in done.stdout
 
     script.write_text(TRAIN.replace("if int(tokens.max()) >= 10:  # repaired: if False:", "if False:"))
     done = run(tmp_path, *pytest_run)
@@ -106,12 +106,12 @@ def record(ledger, sample=None, **more):
 
 
 def test_the_written_files(ledger, tmp_path):
-    bad = record(ledger, exception_type="builtins.ValueError", message="bad", where="train.py:3", id="0123abcd")
+    bad = record(ledger, exception_type="ValueError", message="bad", where="train.py:3", id="0123abcd")
     written = write_test(tmp_path / "test_it.py", ledger, "0123", "pkg.train:Loss.call", model="pkg.train:model")
     assert [file.name for file in written] == ["test_it.py", "test_it.safetensors", "test_it.snapshot.safetensors"]
     assert written[0].read_text() == (
         "# The sample img_17.png failed in forward:\n"
-        "# builtins.ValueError: bad (train.py:3)\n"
+        "# ValueError: bad (train.py:3)\n"
         "# From incident 0123abcd, by `gradgate replay --as-test`: this test fails while that fault is there.\n"
         "\n"
         "from pathlib import Path\n"

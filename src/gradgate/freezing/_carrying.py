@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Watcher", "any_alive", "attach", "detach", "watchers_of"]
+__all__ = ["Watcher", "attach", "detach", "watchers_of"]
 
 _ATTRIBUTE = "_gradgate_watchers"
 _ATTRIBUTES = (_ATTRIBUTE, "__deepcopy__", "__reduce_ex__")
-_alive: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _NONE: dict[str, Any] = {}
 
 
@@ -53,11 +52,6 @@ def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
     return getattr(parameter, _ATTRIBUTE, _NONE)
 
 
-def any_alive() -> bool:
-    """Tell whether any watcher is left in this process."""
-    return bool(_alive)
-
-
 def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:
     """Give a parameter a watcher, which from now on goes where the parameter goes."""
     if not hasattr(parameter, _ATTRIBUTE):
@@ -67,13 +61,12 @@ def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:
         parameter.__dict__["__deepcopy__"] = partial(_copied, reference)
         parameter.__dict__["__reduce_ex__"] = partial(_reduced, reference)
     watchers_of(parameter)[kind] = watcher
-    _alive.add(watcher)
     watcher.awake(parameter)
 
 
 def detach(parameter: torch.Tensor, kind: str) -> None:
     """Take a watcher away; with the last one the parameter is plain again."""
-    _alive.discard(watchers_of(parameter).pop(kind))
+    watchers_of(parameter).pop(kind)
     if not watchers_of(parameter):
         for name in _ATTRIBUTES:
             del parameter.__dict__[name]

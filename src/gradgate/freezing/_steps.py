@@ -1,4 +1,4 @@
-"""Every step of every optimizer passes here, while anything is held: torch's own global step hooks.
+"""Every step of every optimizer passes here once anything was held: torch's own global step hooks.
 
 `torch.optim.Optimizer` runs these hooks around `step` of every subclass, those of other libraries included. An
 optimizer without held parameters costs one attribute lookup for each of its parameters.
@@ -13,10 +13,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradgate.freezing._carrying import Watcher, any_alive, watchers_of
+from gradgate.freezing._carrying import Watcher, watchers_of
 
 __all__ = ["skips_missing_gradients", "watch_steps"]
 
+# They stay: torch walks over all hooks of this kind during a step, so that none may be taken away there.
 _hooks: list[RemovableHandle] = []
 
 
@@ -50,9 +51,6 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     held = _held(optimizer)
     if not held:
-        if not any_alive():
-            while _hooks:
-                _hooks.pop().remove()
         return None
     for parameter, watcher in held:
         watcher.before_step(parameter, optimizer)

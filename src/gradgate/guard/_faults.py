@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from gradgate._names import class_name
 from gradgate._torch_compat import ModuleCall, innermost_call
 from gradgate.guard._places import raising_line, raising_spot
 from gradgate.records import Stage

@@ -31,7 +31,7 @@ def collate(samples: Sequence[Any], collate_fn: Collate | None = None) -> Any:
     Raises:
         ArgumentTypeError: `collate_fn` cannot be called.
 
-    Example:
+    Examples:
         >>> dataset = gg.resilient([1.0, 2.0])
         >>> gg.collate([dataset[0], dataset[9], dataset[1]])
         tensor([1., 2.], dtype=torch.float64)

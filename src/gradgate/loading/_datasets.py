@@ -65,7 +65,7 @@ class ResilientDataset(_Noting, Dataset[Any]):
         catch: What may be caught.
         recorder: Is told of each bad sample.
 
-    Example:
+    Examples:
         >>> dataset = gg.resilient([1.0, 2.0])
         >>> dataset[0], type(dataset[7]).__name__
         (1.0, 'BadSample')
@@ -87,7 +87,7 @@ class ResilientStream(_Noting, IterableDataset[Any]):
         catch: What may be caught.
         recorder: Is told of each bad sample.
 
-    Example:
+    Examples:
         >>> class Broken(torch.utils.data.IterableDataset):
         ...     def __iter__(self):
         ...         yield 1.0

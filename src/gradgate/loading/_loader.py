@@ -38,7 +38,7 @@ class ResilientLoader(Generic[Batch]):
         exceptions: The exceptions themselves by the incident's id, where they could be brought out of the worker.
         skipped: How many batches were left out because none of their samples could be loaded.
 
-    Example:
+    Examples:
         >>> class Images(torch.utils.data.Dataset):
         ...     def __len__(self):
         ...         return 6

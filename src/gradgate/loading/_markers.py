@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from gradgate._names import class_name
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Incident
 
@@ -37,7 +38,7 @@ class BadSample:
         index: The index that was asked for; for a stream, the sample's number.
         exception: The exception itself, where it could be kept.
 
-    Example:
+    Examples:
         >>> bad = gg.resilient([1.0, 2.0])[7]
         >>> bad.incident.sample_id, bad.exception
         ('7', IndexError('list index out of range'))
@@ -135,7 +136,7 @@ def mark(error: Exception, index: Any, cause: str = "exception", **details: Any)
         sample_id=None if index is None else str(index),
         stage="load",
         cause=cause,
-        exception_type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        exception_type=class_name(kind),
         message=str(error),
         where=_line(error),
         details={

@@ -72,7 +72,7 @@ def without(
         ArgumentTypeError: The dataset has no length.
         LedgerError: The ledger cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger")
         >>> ledger.record(gg.Incident(stage="load", cause="exception", sample_id="1"))
@@ -110,7 +110,7 @@ class QuarantineSampler(Sampler[Any]):
     Raises:
         LedgerError: The ledger cannot be opened. One that fails later is a `LedgerWarning`, and what was known stays.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger")
         >>> sampler = gg.QuarantineSampler(torch.utils.data.SequentialSampler(range(4)), ledger)

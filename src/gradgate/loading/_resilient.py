@@ -91,7 +91,7 @@ def resilient(
         ArgumentValueError: An argument does not fit, or `sink` and `ledger` are both given.
         LedgerError: The ledger cannot be opened.
 
-    Example:
+    Examples:
         >>> samples = {0: torch.tensor(0.0), 1: torch.tensor(1.0), 3: torch.tensor(3.0)}
         >>> loader = gg.resilient(torch.utils.data.DataLoader(samples, sampler=range(4), batch_size=2))
         >>> [batch.tolist() for batch in loader]

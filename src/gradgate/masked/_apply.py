@@ -58,7 +58,7 @@ def apply_where(
         To every argument, and to every tensor that the functions use besides, from each function's own elements
         only. What is not kept gets exactly 0 from `fn`, whatever it is and whatever gradient arrives there.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([16.0, 0.0, -4.0], requires_grad=True)
         >>> gg.apply_where(x > 0, x, torch.sqrt, otherwise=lambda rest: rest).sum().backward()
         >>> x.grad
@@ -186,7 +186,7 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
         To the kept rows of every x, and to every tensor that fn uses besides, as from fn on the batch without the
         other rows. The other rows get exactly 0, whatever they are and whatever gradient arrives there.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
         >>> layer = torch.nn.Linear(2, 3)
         >>> out = gg.apply_rows(x.isfinite().all(1), layer, x)

@@ -44,7 +44,7 @@ def amax(
         Shared evenly by the kept elements that are the largest, as torch.amax shares it; exactly 0 for what is not
         kept.
 
-    Example:
+    Examples:
         >>> gg.masked.amax(torch.tensor([[3, 255], [9, 4]]), dim=1, exclude=255)
         tensor([3, 9])
     """
@@ -82,7 +82,7 @@ def amin(
         Shared evenly by the kept elements that are the smallest, as torch.amin shares it; exactly 0 for what is not
         kept.
 
-    Example:
+    Examples:
         >>> gg.masked.amin(torch.tensor([[3, 0], [9, 4]]), dim=1, exclude=0)
         tensor([3, 4])
     """
@@ -117,7 +117,7 @@ def argmax(
         ArgumentTypeError: x is complex.
         NothingKeptError: A slice has nothing kept and `empty` gives no index for it.
 
-    Example:
+    Examples:
         >>> gg.masked.argmax(torch.tensor([3, 255, 9]), exclude=255)
         tensor(2)
     """
@@ -152,7 +152,7 @@ def argmin(
         ArgumentTypeError: x is complex.
         NothingKeptError: A slice has nothing kept and `empty` gives no index for it.
 
-    Example:
+    Examples:
         >>> gg.masked.argmin(torch.tensor([3, 0, 9]), exclude=0)
         tensor(0)
     """

@@ -62,7 +62,7 @@ def impute(
         constant unless `through_statistic`; then each element that it depends on gets a share for every place that
         was filled. A tensor given as `using` gets the gradient of the places that it fills.
 
-    Example:
+    Examples:
         >>> nan = float("nan")
         >>> gg.masked.impute(torch.tensor([[1.0, nan], [3.0, 8.0]]), exclude=nan, dim=0)
         tensor([[1., 8.],

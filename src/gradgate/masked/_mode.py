@@ -58,7 +58,7 @@ def mode(
         Of the values, to the element at the index; every other element gets exactly 0, and so does a slice with
         nothing kept.
 
-    Example:
+    Examples:
         >>> segments = torch.tensor([[255, 255, 255, 7, 7, 3], [4, 9, 9, 4, 255, 1]])
         >>> found = gg.masked.mode(segments, exclude=255)
         >>> found.values, found.indices, found.counts

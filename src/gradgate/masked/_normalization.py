@@ -48,7 +48,7 @@ def layer_norm(
         That of torch.nn.functional.layer_norm of what is kept, to x, weight and bias; exactly 0 to what is left out,
         and nothing comes back from its place.
 
-    Example:
+    Examples:
         >>> gg.masked.layer_norm(torch.tensor([[1.0, 3.0, 1e9]]), [3], exclude=1e9)
         tensor([[-1.0000,  1.0000,  0.0000]])
     """
@@ -108,7 +108,7 @@ def batch_norm(
         That of torch.nn.functional.batch_norm of what is kept, to x, weight and bias; exactly 0 to what is left out,
         and nothing comes back from its place. None to the running statistics.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[1.0], [3.0], [float("nan")]])
         >>> gg.masked.batch_norm(x, None, None, training=True, exclude=float("nan")).flatten()
         tensor([-1.0000,  1.0000,  0.0000])

@@ -48,7 +48,7 @@ def norm(
         That of torch.linalg.vector_norm for each element that is kept, exactly 0 for each that is not; exactly 0
         where the norm is 0.
 
-    Example:
+    Examples:
         >>> gg.masked.norm(torch.tensor([3.0, float("nan"), 4.0]), exclude=float("nan"))
         tensor(5.)
     """
@@ -89,7 +89,7 @@ def normalize(
     Gradient:
         That of x / max(norm, eps) for what is kept; exactly 0 for what is not, and nothing comes back from its place.
 
-    Example:
+    Examples:
         >>> gg.masked.normalize(torch.tensor([3.0, 1e9, 4.0]), exclude=1e9)
         tensor([0.6000, 0.0000, 0.8000])
     """

@@ -45,7 +45,7 @@ def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill: c
     Gradient:
         That of `x / y`; exactly 0 to both x and y where y is 0.
 
-    Example:
+    Examples:
         >>> gg.masked.safe_divide(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 0.0, 0.0]))
         tensor([0.5000, 0.0000, 0.0000])
     """
@@ -75,7 +75,7 @@ def safe_log(x: torch.Tensor, *, fill: complex = 0) -> torch.Tensor:
     Gradient:
         That of `log(x)`; exactly 0 where `fill` was given.
 
-    Example:
+    Examples:
         >>> gg.masked.safe_log(torch.tensor([1.0, 0.0, -2.0]), fill=-100)
         tensor([   0., -100., -100.])
     """
@@ -101,7 +101,7 @@ def safe_sqrt(x: torch.Tensor, *, fill: complex = 0) -> torch.Tensor:
     Gradient:
         That of `sqrt(x)`; exactly 0 where x is 0 (the plain one is infinite) or negative.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([4.0, 0.0, -1.0], requires_grad=True)
         >>> gg.masked.safe_sqrt(x).sum().backward()
         >>> x.grad
@@ -133,7 +133,7 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0
         whole (beneath the power 1 the plain one is infinite). Where x is 0 or negative, exactly 0 to `exponent`
         (beneath 0 the plain one is NaN).
 
-    Example:
+    Examples:
         >>> x = torch.tensor([4.0, 0.0, -8.0], requires_grad=True)
         >>> y = gg.masked.safe_pow(x, 0.5)
         >>> y.sum().backward()
@@ -184,7 +184,7 @@ def safe_norm(
     Gradient:
         That of the plain norm; exactly 0 at the zero vector, and so are the second gradient and all further ones.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)
         >>> gg.masked.safe_norm(x, dim=1).sum().backward()
         >>> x.grad
@@ -214,7 +214,7 @@ def safe_normalize(x: torch.Tensor, dim: int | Sequence[int] | None = -1, *, ord
     Gradient:
         That of `x / norm(x)`; exactly 0 at the zero vector, where `torch.nn.functional.normalize` gives 1e12.
 
-    Example:
+    Examples:
         >>> gg.masked.safe_normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
@@ -266,7 +266,7 @@ def safe_acos(x: torch.Tensor) -> torch.Tensor:
     Gradient:
         That of `acos(x)`; exactly 0 at -1 and 1 (the plain one is infinite) and beyond (the plain one is NaN).
 
-    Example:
+    Examples:
         >>> gg.masked.safe_acos(torch.tensor([0.0, 1.0, 1.0000002, -1.0]))
         tensor([1.5708, 0.0000, 0.0000, 3.1416])
     """
@@ -290,7 +290,7 @@ def safe_asin(x: torch.Tensor) -> torch.Tensor:
     Gradient:
         That of `asin(x)`; exactly 0 at -1 and 1 (the plain one is infinite) and beyond (the plain one is NaN).
 
-    Example:
+    Examples:
         >>> gg.masked.safe_asin(torch.tensor([0.0, 1.0, 1.0000002, -1.0]))
         tensor([ 0.0000,  1.5708,  1.5708, -1.5708])
     """

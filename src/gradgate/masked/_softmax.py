@@ -43,7 +43,7 @@ def logsumexp(
         The softmax of what is kept; exactly 0 for what is not, for a slice with nothing kept, and for one that keeps
         nothing but -inf, where torch.logsumexp gives NaN.
 
-    Example:
+    Examples:
         >>> gg.masked.logsumexp(torch.tensor([0.0, 0.0, 1e9]), exclude=1e9)
         tensor(0.6931)
     """
@@ -85,7 +85,7 @@ def softmax(
         That of torch.softmax for what is kept. Exactly 0 for what is not kept and for a row of zeros; nothing comes
         back from the place of what is left out, not even NaN.
 
-    Example:
+    Examples:
         >>> scores = torch.tensor([[1.0, 1.0, 5.0], [1.0, 2.0, 3.0]])
         >>> keep = torch.tensor([[True, True, False], [False, False, False]])
         >>> gg.masked.softmax(scores, dim=-1, keep=keep)
@@ -127,7 +127,7 @@ def log_softmax(
         That of torch.log_softmax for what is kept. Exactly 0 for what is not kept and for a row of -inf; nothing
         comes back from the place of what is left out, not even NaN.
 
-    Example:
+    Examples:
         >>> gg.masked.log_softmax(torch.tensor([0.0, 0.0, 1e9]), exclude=1e9)
         tensor([-0.6931, -0.6931,    -inf])
     """

@@ -46,7 +46,7 @@ def var(
         2 (x - mean) / (number kept - correction) for each element that is kept, exactly 0 for each that is not. A
         slice with no more elements kept than `correction` gives exactly 0; torch.var gives NaN there.
 
-    Example:
+    Examples:
         >>> gg.masked.var(torch.tensor([1.0, 2.0, 3.0, -999.0]), exclude=-999)
         tensor(1.)
     """
@@ -93,7 +93,7 @@ def std(
         that is not. It is exactly 0 where the standard deviation is 0, as in torch, and in a slice with no more
         elements kept than `correction`, where torch.std gives NaN.
 
-    Example:
+    Examples:
         >>> gg.masked.std(torch.tensor([1.0, 2.0, 3.0, -999.0]), exclude=-999)
         tensor(1.)
     """

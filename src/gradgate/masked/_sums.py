@@ -43,7 +43,7 @@ def sum(
     Gradient:
         1 for each element that is kept, exactly 0 for each that is not.
 
-    Example:
+    Examples:
         >>> gg.masked.sum(torch.tensor([1.0, float("nan"), 2.0]), exclude=float("nan"))
         tensor(3.)
     """
@@ -85,7 +85,7 @@ def prod(
         For an element that is kept the product of the others that are, also where some are 0; exactly 0 for each
         that is not kept.
 
-    Example:
+    Examples:
         >>> gg.masked.prod(torch.tensor([2, 0, 3]), exclude=0)
         tensor(6)
     """
@@ -125,7 +125,7 @@ def mean(
         1 / (number kept in the slice) for each element that is kept, exactly 0 for each that is not; a slice with
         nothing kept gives exactly 0 as well.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[1.0, 2.0, float("inf")], [4.0, 5.0, 6.0]], requires_grad=True)
         >>> gg.masked.mean(x, dim=1, keep=x.detach() < 5).tolist()
         [1.5, 4.0]
@@ -165,7 +165,7 @@ def count(
     Raises:
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
-    Example:
+    Examples:
         >>> gg.masked.count(torch.tensor([[7, 255], [255, 255]]), dim=1, exclude=255)
         tensor([1, 0])
     """
@@ -203,7 +203,7 @@ def cumsum(
     Gradient:
         To each element that is kept the sum of the gradients from its place on; exactly 0 to each that is not.
 
-    Example:
+    Examples:
         >>> gg.masked.cumsum(torch.tensor([1.0, float("nan"), 2.0]), exclude=float("nan"))
         tensor([1., 1., 3.])
     """

@@ -38,7 +38,7 @@ def valid(
         ArgumentTypeError: `keep` is not a boolean tensor, or `exclude` has something that is not a number.
         ArgumentValueError: `keep` does not broadcast to the shape of x, or is on another device.
 
-    Example:
+    Examples:
         >>> labels = torch.tensor([3, 255, 7, 0])
         >>> gg.masked.valid(labels, exclude=[255, 0])
         tensor([ True, False,  True, False])

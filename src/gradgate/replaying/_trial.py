@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from gradgate._names import describe, listed
+from gradgate._names import class_name, describe, listed
 from gradgate._payload import Fields
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard._places import raising_line
@@ -113,7 +113,7 @@ def _raised(error: Exception, stage: Stage) -> Fault:
     return Fault(
         cause="exception",
         stage=stage,
-        exception_type=f"{kind.__module__}.{kind.__qualname__}",
+        exception_type=class_name(kind),
         message=str(error),
         where=raising_line(error.__traceback__),
         exception=error,

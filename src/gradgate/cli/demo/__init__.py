@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +47,7 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
     from gradgate.cli.demo._ways import WAYS, Training
     from gradgate.ledger import Ledger
 
-    logging.getLogger("gradgate").setLevel(logging.ERROR)  # Each drop would be a line among the table's.
+    ctx.with_resource(_quiet_log())
     torch.set_num_threads(1)  # The images are small: more threads would only wait for each other.
     train, test = load(seed, bad_fraction)
     path = _fresh_ledger(out)
@@ -68,6 +70,16 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
     else:
         screen.conclude(same=same, right=right, ledger=path, replayed=replayed)
     ctx.exit(0 if same and right else 1)
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Keep the line that each drop logs out of the table."""
+    log = logging.getLogger("gradgate")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    yield
+    log.setLevel(before)
 
 
 def _fresh_ledger(out: Path) -> Path:
