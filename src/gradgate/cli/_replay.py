@@ -26,6 +26,7 @@ _EXIT = {"passes": 0, "same": 3, "another": 4}
 @click.option("--model", metavar="MODULE:NAME", help="The model, to have the weights of that step if they were stored.")
 @click.option("--batch-dim", default=0, show_default=True, help="Which dimension counts the samples.")
 @click.option("--as-test", type=click.Path(dir_okay=False, path_type=Path), help="Write a pytest file with its data.")
+@click.option("--doctor", is_flag=True, help="Let the doctor say where the fault is born.")
 @json_option
 @click.pass_context
 def replay(
@@ -36,6 +37,7 @@ def replay(
     model: str | None,
     batch_dim: int,
     as_test: Path | None,
+    doctor: bool,
     as_json: bool,
 ) -> None:
     """Run one recorded sample again, forward and backward.
@@ -50,11 +52,17 @@ def replay(
     if not callable(loss_fn):
         raise click.BadParameter(f"{entry} is not a function.", param_hint="--entry")
     result = replaying.replay(path, incident_id, loss_fn, model=network, batch_dim=batch_dim)
+    diagnosis = None
+    if doctor:
+        diagnosis = replaying.examine(path, incident_id, loss_fn, model=network, rows=result.rows, batch_dim=batch_dim)
     written = [] if as_test is None else replaying.write_test(as_test, path, incident_id, entry, model=model)
     if as_json:
-        show_json({**result.to_dict(), "written": [str(file) for file in written]})
+        told = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
+        show_json({**result.to_dict(), **told, "written": [str(file) for file in written]})
     else:
         click.echo(str(result))
+        if diagnosis is not None:
+            click.echo(f"\n{diagnosis}")
         for file in written:
             click.echo(f"written: {file}")
     ctx.exit(_EXIT[result.verdict])

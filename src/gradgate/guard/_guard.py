@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from gradgate._snapshot import capture
 from gradgate._torch_compat import tree_flatten, tree_unflatten
 from gradgate.errors import TooManyBadSamples
 from gradgate.guard._agreement import Agreement, Alone
@@ -261,6 +262,7 @@ class Guard:
             if bad > self.max_bad * total:
                 self._refuse_share(recorder.dropped(dropped), bad, total)
 
+        snapshot = self._snapshot()
         probe = trial
         if isinstance(trial, LossTrial) and trial.scaler is not None:
             probe = LossTrial(trial.function, self._state, self._check, self._catch)
@@ -281,8 +283,17 @@ class Guard:
             self._refuse_row(dropped)
         incidents = dropped + recorder.transient(recovered.transient)
         self._tally.add_incidents(incidents)
-        recorder.record(incidents, self._sinks, payload=self.payload)
+        recorder.record(incidents, self._sinks, payload=self.payload, snapshot=snapshot)
         return recovered, incidents
+
+    def _snapshot(self) -> bytes | None:
+        """Take weights, buffers and random state as they were before the step, if a ledger wants to have them."""
+        limits = [sink.snapshot_limit for sink in self._sinks if isinstance(sink, Ledger) and sink.snapshot]
+        if not limits:
+            return None
+        self._state.restore()
+        model = self._modules[0] if len(self._modules) == 1 else torch.nn.ModuleList(self._modules)
+        return capture(model, limit=max(limits))
 
     def _refuse_share(self, incidents: tuple[Incident, ...], bad: int, total: int) -> NoReturn:
         raise TooManyBadSamples(

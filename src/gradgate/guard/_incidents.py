@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from gradgate._payload import encode
+from gradgate._payload import LIMIT, encode
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import Fault
 from gradgate.guard._places import module_paths
 from gradgate.guard._recovery import Dropped
 from gradgate.guard._tables import incident_line
+from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
 
 __all__ = ["Recorder"]
@@ -67,17 +68,26 @@ class Recorder:
             for fault in faults
         )
 
-    def record(self, incidents: Sequence[Incident], sinks: Iterable[Sink], *, payload: bool) -> None:
-        """Write incidents to the log and hand them to the sinks, with the samples themselves if asked."""
+    def record(
+        self, incidents: Sequence[Incident], sinks: Iterable[Sink], *, payload: bool, snapshot: bytes | None
+    ) -> None:
+        """Write incidents to the log and hand them to the sinks, with the samples and the state if asked."""
         if LOG.isEnabledFor(logging.WARNING):
             for incident in incidents:
                 LOG.warning("%s", incident_line(incident))
-        payloads = {}
-        if payload:
-            rows = {incident.id: incident.row for incident in incidents if incident.row is not None}
-            payloads = {name: encode(self.reader.select(self.batch, [row], self.size)) for name, row in rows.items()}
         for sink in sinks:
-            sink.record_many(incidents, payloads or None)
+            if isinstance(sink, Ledger):
+                samples = self._samples(incidents, sink.payload_limit) if payload or sink.payload else None
+                sink.record_many(incidents, samples, snapshot=snapshot if sink.snapshot else None)
+            else:
+                sink.record_many(incidents, self._samples(incidents, LIMIT) if payload else None)
+
+    def _samples(self, incidents: Sequence[Incident], limit: int) -> dict[str, bytes] | None:
+        """Give the samples themselves as bytes, by the incidents' ids."""
+        rows = {incident.id: incident.row for incident in incidents if incident.row is not None}
+        return {
+            name: encode(self.reader.select(self.batch, [row], self.size), limit=limit) for name, row in rows.items()
+        } or None
 
     def _incident(self, drop: Dropped) -> Incident:
         blame, fault = drop.blame, drop.blame.fault

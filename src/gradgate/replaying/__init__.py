@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gradgate.replaying._examining import examine
 from gradgate.replaying._regression import assert_passes, write_test
 from gradgate.replaying._replay import Replay, replay
 from gradgate.replaying._trial import Fault
 
-__all__ = ["Fault", "Replay", "assert_passes", "replay", "write_test"]
+__all__ = ["Fault", "Replay", "assert_passes", "examine", "replay", "write_test"]

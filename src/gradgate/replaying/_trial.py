@@ -16,7 +16,7 @@ from gradgate.errors import ArgumentTypeError
 from gradgate.guard._places import raising_line
 from gradgate.records import Stage
 
-__all__ = ["Fault", "LossFunction", "find_fault"]
+__all__ = ["Fault", "LossFunction", "find_fault", "twice"]
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -74,7 +74,7 @@ def find_fault(
         alone = _attempt(make_sample(), loss_fn, names)
         if alone is None or expected(alone):
             return alone, 1
-        return _attempt(_twice(make_sample(), batch_dim), loss_fn, names), 2
+        return _attempt(twice(make_sample(), batch_dim), loss_fn, names), 2
 
 
 def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault | None:
@@ -144,23 +144,23 @@ def _some(loss: torch.Tensor) -> str:
     return ", ".join(values) + (", ..." if loss.numel() > 4 else "")
 
 
-def _twice(tree: Any, dim: int) -> Any:
+def twice(tree: Any, dim: int) -> Any:
     """Repeat the one row of a batch; what has no batch dimension stays as it is."""
     if isinstance(tree, torch.Tensor):
         return torch.cat([tree, tree], dim) if tree.dim() > dim and tree.shape[dim] == 1 else tree
     if isinstance(tree, dict):
-        return {key: _twice(value, dim) for key, value in tree.items()}
+        return {key: twice(value, dim) for key, value in tree.items()}
     if isinstance(tree, list) and len(tree) == 1 and isinstance(tree[0], str | int | float):
         return tree * 2  # Names and the like, one for each sample.
     if isinstance(tree, Fields):
-        return Fields(tree.names, [_twice(value, dim) for value in tree])
+        return Fields(tree.names, [twice(value, dim) for value in tree])
     if isinstance(tree, tuple):
-        return tuple.__new__(type(tree), [_twice(value, dim) for value in tree])
+        return tuple.__new__(type(tree), [twice(value, dim) for value in tree])
     if isinstance(tree, list):
-        return [_twice(value, dim) for value in tree]
+        return [twice(value, dim) for value in tree]
     if is_dataclass(tree) and not isinstance(tree, type):
         made = copy(tree)
         for part in fields(tree):
-            object.__setattr__(made, part.name, _twice(getattr(tree, part.name), dim))
+            object.__setattr__(made, part.name, twice(getattr(tree, part.name), dim))
         return made
     return tree

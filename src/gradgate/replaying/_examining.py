@@ -1,0 +1,50 @@
+"""A recorded sample under the doctor: not only that it fails, but where the fault is born."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from gradgate._snapshot import restored
+from gradgate.doctor import Diagnosis, diagnose
+from gradgate.ledger import Ledger
+from gradgate.replaying._replay import read_sample, stored_sample
+from gradgate.replaying._trial import LossFunction, twice
+
+__all__ = ["examine"]
+
+
+def examine(
+    ledger: Ledger | str | os.PathLike[str],
+    incident_id: str,
+    loss_fn: LossFunction,
+    *,
+    model: torch.nn.Module | None = None,
+    rows: int = 1,
+    batch_dim: int = 0,
+) -> Diagnosis:
+    """Run one recorded sample under the tracer, and let the doctor say what it sees.
+
+    Args:
+        ledger: The ledger, or its path.
+        incident_id: The incident, or the beginning of its id.
+        loss_fn: The function that failed.
+        model: The model, for names, and for the weights of that step if they were stored.
+        rows: How often the sample is in the batch, as `Replay.rows` says.
+        batch_dim: Which dimension of the sample's tensors counts the samples.
+
+    Returns:
+        The diagnosis.
+
+    Raises:
+        NothingMatchedError: There is no such incident.
+        LedgerError: Its sample was not stored, or not whole.
+    """
+    book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
+    incident = book.incident(incident_id)
+    sample = read_sample(stored_sample(book, incident), loss_fn)
+    if rows > 1:
+        sample = twice(sample, batch_dim)
+    with restored(book.snapshot_of(incident.id), model):
+        return diagnose(lambda: loss_fn(sample).mean(), model=model)
