@@ -37,7 +37,7 @@ def _refuse_wrappers(modules: list[torch.nn.Module]) -> None:
         ):
             raise ArgumentTypeError(
                 f"Guard(): `model` is shared between processes ({type(module).__name__}).",
-                why="a fault in one process would make it try again alone, while the others wait for it in a collective.",
+                why="after a fault one process would try again alone, while the others wait for it in a collective.",
                 fix="gg.resilient(loader) and gg.losses.ExactMean(model)   # work with several processes today",
             )
 
