@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # torch comes first and exactly: any looser wording pulls a build with gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test check bench bench-quick docs clean
 
 help:                     ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -44,6 +44,9 @@ test: check               ## everything that must pass
 
 bench: $(VENV)/.dev       ## every benchmark, its goal, and benchmarks/results.md
 	$(BIN)/python -m benchmarks --write
+
+bench-quick: $(VENV)/.dev ## the same with few rounds: a first look, with more noise
+	$(BIN)/python -m benchmarks --quick --write
 
 docs: $(VENV)/.docs       ## the documentation, strictly
 	$(BIN)/zensical build --strict

@@ -7,6 +7,7 @@ import importlib
 import os
 import pkgutil
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,14 +39,15 @@ def cells(result: Result) -> tuple[str, ...]:
     return row.room, row.title, result.goal, f"{result.figure:.3g}{unit}{noise}", verdict, field
 
 
-def page(results: list[Result]) -> str:
+def page(results: list[Result], *, quick: bool) -> str:
     """Write the results as Markdown."""
+    how = "make bench-quick" if quick else "make bench"
     met = sum(1 for result in results if result.met)
     goals = sum(1 for result in results if result.met is not None)
     lines = [
         "# What was measured",
         "",
-        f"`make bench`, all in one run: torch {torch.__version__}, Python {platform.python_version()},",
+        f"`{how}`, all in one run: torch {torch.__version__}, Python {platform.python_version()},",
         f"{os.cpu_count()} cores, {platform.machine()}. {met} of {goals} goals met.",
         "",
         "A figure is the median over rounds of ours / base (or of base / ours where it says *faster*), candidates",
@@ -68,6 +70,7 @@ def main() -> None:
     """Choose the rows, run them, show and perhaps write the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("words", nargs="*", help="run only the rows whose room or title has all of these")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: a first look, with more noise")
     parser.add_argument("--list", action="store_true", help="only list the rows")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results.md")
     options = parser.parse_args()
@@ -79,7 +82,7 @@ def main() -> None:
             console.print(f"{row.room}: {row.title}", highlight=False)
             continue
         console.print(f"[{number}/{len(rows)}] {row.room}: {row.title}", style="dim", highlight=False, markup=False)
-        results.append(race(row))
+        results.append(race(replace(row, rounds=5, seconds=0.5) if options.quick else row))
     if not results:
         return
     table = Table("room", "what", "goal", "measured", "", "the field: ratio (time)")
@@ -87,7 +90,7 @@ def main() -> None:
         table.add_row(*cells(result), style=None if result.met is not False else "bold red")
     console.print(table)
     if options.write:
-        PAGE.write_text(page(results))
+        PAGE.write_text(page(results, quick=options.quick))
         console.print(f"written to benchmarks/{PAGE.name}")
 
 
