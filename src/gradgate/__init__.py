@@ -6,11 +6,14 @@ The root is lazy: a room, and with it torch, is loaded when one of its names is 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# Type checkers take this name for True; importing it from typing would be most of the cost of this import.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from gradgate import doctor as doctor
     from gradgate import edits as edits
     from gradgate import freezing as freezing
