@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import gradgate as gg
 from gradgate.cli import main
 from gradgate.cli.demo._data import FAULTS, load
 
@@ -34,6 +35,9 @@ def test_the_guarded_training_is_the_one_without_the_broken_samples(tmp_path):
     assert answer["ways"]["c"]["samples_lost"] == len(answer["broken"])
     assert answer["ways"]["c"]["accuracy"] == answer["ways"]["d"]["accuracy"] > 0.5
     assert answer["replayed"]["verdict"] == "same"
+    with gg.Ledger(tmp_path / "demo.ledger", read_only=True) as ledger:
+        raised = [incident for incident in ledger.incidents() if incident.exception_type == "ValueError"]
+    assert all("_ways.py:" in incident.where for incident in raised)
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ Line = tuple[str, int]
 
 # Frames in the first folders are never the user's; those in the second only where there is nothing better.
 NEVER = tuple(f"{Path(path).parent}{os.sep}" for path in (inspect.getfile(torch), Path(__file__).parent))
+# The demonstration ships with the package, but what it shows is a user's training.
+DEMO = f"{Path(__file__).parents[1] / 'cli' / 'demo'}{os.sep}"
 SELDOM = tuple(f"{path}{os.sep}" for path in dict.fromkeys(map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
 
 
@@ -83,7 +85,7 @@ def module_paths(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
 
 def best_line(lines: Iterable[Line]) -> str | None:
     """Choose among lines, innermost first: the first of the user's own code, else the first of a library's."""
-    possible = [line for line in lines if not line[0].startswith((*NEVER, "<frozen"))]
+    possible = [line for line in lines if line[0].startswith(DEMO) or not line[0].startswith((*NEVER, "<frozen"))]
     own = [line for line in possible if not line[0].startswith(SELDOM)]
     chosen = next(iter(own or possible), None)
     return None if chosen is None else _written(*chosen)
