@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -9,36 +11,23 @@ from benchmarks.harness import Candidate, Row
 from gradgate import losses
 
 
-def _cross_entropy() -> dict[str, Candidate]:
-    logits = torch.randn(4096, 256, requires_grad=True)
-    target = torch.randint(0, 256, (4096,))
-    target[torch.rand(4096) < 0.2] = 255
+def _cross_entropy(batch: int, classes: int, *places: int, ignored: float) -> Callable[[], dict[str, Candidate]]:
+    def candidates() -> dict[str, Candidate]:
+        logits = torch.randn(batch, classes, *places, requires_grad=True)
+        target = torch.randint(0, classes, (batch, *places))
+        target[torch.rand(batch, *places) < ignored] = 255
 
-    def torch_ignores() -> None:
-        logits.grad = None
-        functional.cross_entropy(logits, target, ignore_index=255).backward()
+        def torch_ignores() -> None:
+            logits.grad = None
+            functional.cross_entropy(logits, target, ignore_index=255).backward()
 
-    def ours() -> None:
-        logits.grad = None
-        losses.masked_loss(functional.cross_entropy, logits, target, exclude=255).backward()
+        def ours() -> None:
+            logits.grad = None
+            losses.masked_loss(functional.cross_entropy, logits, target, exclude=255).backward()
 
-    return {"cross_entropy(ignore_index)": torch_ignores, "masked_loss(cross_entropy)": ours}
+        return {"cross_entropy(ignore_index)": torch_ignores, "masked_loss(cross_entropy)": ours}
 
-
-def _segmentation() -> dict[str, Candidate]:
-    logits = torch.randn(4, 21, 96, 96, requires_grad=True)
-    target = torch.randint(0, 21, (4, 96, 96))
-    target[torch.rand(4, 96, 96) < 0.1] = 255
-
-    def torch_ignores() -> None:
-        logits.grad = None
-        functional.cross_entropy(logits, target, ignore_index=255).backward()
-
-    def ours() -> None:
-        logits.grad = None
-        losses.masked_loss(functional.cross_entropy, logits, target, exclude=255).backward()
-
-    return {"cross_entropy(ignore_index)": torch_ignores, "masked_loss(cross_entropy)": ours}
+    return candidates
 
 
 def _mad() -> dict[str, Candidate]:
@@ -50,7 +39,7 @@ ROWS = [
     Row(
         "losses",
         "cross_entropy, 4096 x 256, a fifth ignored, forward and backward",
-        _cross_entropy,
+        _cross_entropy(4096, 256, ignored=0.2),
         ours="masked_loss(cross_entropy)",
         base="cross_entropy(ignore_index)",
         at_most=1.1,
@@ -58,7 +47,7 @@ ROWS = [
     Row(
         "losses",
         "cross_entropy of a segmentation, 4 x 21 x 96 x 96, a tenth ignored, forward and backward",
-        _segmentation,
+        _cross_entropy(4, 21, 96, 96, ignored=0.1),
         ours="masked_loss(cross_entropy)",
         base="cross_entropy(ignore_index)",
     ),

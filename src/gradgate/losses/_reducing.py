@@ -11,7 +11,7 @@ from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["Reduction", "check_reduction", "over_elements", "reduce", "reduced"]
+__all__ = ["Reduction", "check_reduction", "divided", "over_elements", "reduce", "reduced"]
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
