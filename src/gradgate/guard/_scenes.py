@@ -7,7 +7,7 @@ with; and the code around modules, which then answer from a tape.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -127,7 +127,7 @@ class Scenes:
     @contextmanager
     def inside(self, fault: Fault, call: ModuleCall, tape: Tape, autocast: dict[str, torch.dtype]) -> Iterator[Test]:
         """Test rows of the arguments that a module was called with; its finished children answer from a tape."""
-        module, trial = call.module, self.trial
+        module, trial, take = call.module, self.trial, self._taking(call)
         until = bool(tape)  # then nothing inside runs but the body of the module itself
         careful = next(module.buffers(recurse=not until), None) is not None
 
@@ -135,8 +135,9 @@ class Scenes:
             if careful:
                 self.state.restore_tensors()
             index = index_of(rows)
-            tape.rewind(index)
-            args, kwargs = self._arguments(call, index)
+            if until:
+                tape.rewind(index)
+            args, kwargs = take(index)
             try:
                 module(*args, **kwargs)
             except Enough:
@@ -159,15 +160,25 @@ class Scenes:
 
     def smears(self, call: ModuleCall, row: int, companion: int) -> bool:
         """Tell whether a module lets one row's value that is not finite into another row."""
-        args, kwargs = self._arguments(call, index_of([row, companion]))
+        args, kwargs = self._taking(call)(index_of([row, companion]))
         with self.prepared(light=True):
             outcome = self.trial.attempt(lambda: call.module(*args, **kwargs))
         return outcome.fault is not None or 1 in non_finite_rows(tensors_in(outcome.value), 2, self.batch_dim)
 
-    def _arguments(self, call: ModuleCall, index: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
-        args = [select_rows(value, index, self.size, self.batch_dim) for value in call.args]
-        kwargs = {key: select_rows(value, index, self.size, self.batch_dim) for key, value in call.kwargs.items()}
-        return args, kwargs
+    def _taking(self, call: ModuleCall) -> Callable[[torch.Tensor], tuple[list[Any], dict[str, Any]]]:
+        """Make a function that takes rows of the arguments of a call; it is called often, so it is told all it can."""
+        size, dim = self.size, self.batch_dim
+        only = call.args[0] if len(call.args) == 1 and not call.kwargs else None
+        if isinstance(only, torch.Tensor) and only.is_cpu and only.is_contiguous():
+            along = batch_dim_of(only, size, dim)
+            if along is not None:
+                return lambda index: ([only.index_select(along, index)], {})
+
+        def take(index: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
+            args = [select_rows(value, index, size, dim) for value in call.args]
+            return args, {key: select_rows(value, index, size, dim) for key, value in call.kwargs.items()}
+
+        return take
 
     def _verdict(self, rows: Group, fault: Fault, outcome: Outcome) -> Verdict:
         if outcome.fault is None:

@@ -6,7 +6,9 @@ way. A sample that fails only when it is alone is not bad, so every group is tes
 (each group repeated until it is as long as the batch), for models that depend on the size of the batch. If nothing
 passes then either, everybody fails, and the fault is not in the data.
 
-Finding k bad rows of n takes at most 2 k (log2(n / k) + 2) tests and a few to begin with.
+Groups are of the size that passes half of the time, judged by what was found so far (nested group testing after Sobel
+and Groll): for many bad rows this comes within an eighth of the least number of tests that any search needs. Finding k
+bad rows of n takes at most 2 k (log2(n / k) + 2) tests and a few to begin with.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ __all__ = ["Group", "Search", "Test", "Verdict", "isolate", "spread"]
 
 Group = list[int]
 SCREENED = 8
+LIKELY = 0.7  # of this many bad rows in a group on average, none is there half of the time
 
 
 class Verdict(Enum):
@@ -78,7 +81,7 @@ class _Isolation:
         if self._anchor:
             suspects = [row for row in self._rows if row not in self._anchor]
             if suspects:  # with the anchor they are all rows, which fail
-                self._search.groups = self._with_anchor(self._split(suspects, proven=True))
+                self._search.groups = self._with_anchor(self._sweep(suspects))
         else:
             self._search.everyone = Verdict.OTHER not in verdicts and bool(verdicts)
         return self._search
@@ -102,25 +105,49 @@ class _Isolation:
                     return verdicts
         return verdicts
 
-    def _split(self, group: Group, *, proven: bool) -> list[tuple[int, ...]]:
-        """Find the minimal failing sets in a group that fails; not `proven` means that it is only inferred."""
-        if len(group) == 1:
-            return [(group[0],)] if proven or self._fails(group) else []
-        left, right = _parts(group, 2)
-        if self._fails(left):
-            found = self._split(left, proven=True)
-            return found + (self._split(right, proven=True) if self._fails(right) else [])
-        # The left half is innocent, so the right half should be guilty; a test is saved by taking it for granted.
-        found = self._split(right, proven=False)
-        if found or not (proven or self._fails(group)):
-            return found
-        return self._together(group)
+    def _sweep(self, suspects: Group) -> list[tuple[int, ...]]:
+        """Find the minimal failing sets among rows that fail together, group by group.
 
-    def _together(self, group: Group) -> list[tuple[int, ...]]:
-        """Find rows that fail only together, in a group that fails although neither half does."""
-        conflict = tuple(sorted(self._conflict([], False, group)))
-        rest = [row for row in group if row not in conflict]
-        return [conflict, *(self._split(rest, proven=True) if rest and self._fails(rest) else [])]
+        A group is of the size that is as likely to pass as to fail, by what was found so far: then a test tells most.
+        """
+        found: list[tuple[int, ...]] = []
+        pool = suspects[::-1]  # the next row is the last: cheap to take and to put back
+        while pool:
+            seen = len(suspects) - len(pool)
+            size = round(LIKELY * (seen + 2) / (len(found) + 1)) if seen else -(-len(pool) // 3)
+            if len(pool) <= 1.5 * size:
+                size = len(pool)
+            group = pool[: -size - 1 : -1]
+            del pool[-size:]
+            if not found and not pool:  # all others are innocent, so these should be guilty
+                failing = suspects
+            elif self._fails(group):
+                failing = group
+            else:
+                continue
+            conflict, unknown = self._first(group, failing)
+            found.append(conflict)
+            pool += reversed(unknown)
+        return found
+
+    def _first(self, group: Group, failing: Group) -> tuple[tuple[int, ...], Group]:
+        """Find one minimal failing set of a group, and the rows that nothing is known of then.
+
+        Args:
+            group: Where it is likely to be.
+            failing: The rows that are known to fail together; the group is the end of them.
+        """
+        unknown: Group = []
+        while len(group) > 1:
+            left, group = group[: len(group) // 2], group[len(group) // 2 :]
+            if self._fails(left):
+                unknown = group + unknown
+                group = failing = left
+            # Else the other half should be guilty; a test is saved by taking it for granted.
+        if group == failing or self._fails(group):
+            return tuple(group), unknown
+        conflict = self._conflict([], False, failing)  # only together, although no part of them fails
+        return tuple(sorted(conflict)), [row for row in failing if row not in conflict] + unknown
 
     def _with_anchor(self, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Blame of the anchor what rows fail only together with; more than two such cases are not expected."""
@@ -147,7 +174,7 @@ class _Isolation:
     def _fails(self, group: Group) -> bool:
         if not group:
             return False
-        company = [*group, *(row for row in self._anchor if row not in group)]
+        company = group + self._anchor  # which is never a part of the group
         verdict = self._ask(self._filled(company) if self._full_size else company)
         if verdict is Verdict.PASSES:
             self._good = group[:2]
