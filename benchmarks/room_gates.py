@@ -114,6 +114,7 @@ def mask_a_gradient():
         "gradgate": ours,
         "masked_fill": lambda: gradient.masked_fill(~keep, 0),
         "product (lets NaN through)": lambda: gradient * keep,
+        "a copy, no mask at all": gradient.clone,
     }
 
 

@@ -33,6 +33,7 @@ from gradgate._torch_compat._modules import (
     without_compiled_wrappers,
 )
 from gradgate._torch_compat._sharing import (
+    copy_on_write,
     copy_tensors,
     find_non_finite,
     recorded_without_copy,
@@ -57,6 +58,7 @@ __all__ = [
     "assert_later",
     "bound_apply",
     "buffers_of",
+    "copy_on_write",
     "copy_tensors",
     "current_node",
     "enter_mode",

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["copy_tensors", "find_non_finite", "recorded_without_copy", "without_copy", "write_count", "write_mark"]
+__all__ = [
+    "copy_on_write",
+    "copy_tensors",
+    "find_non_finite",
+    "recorded_without_copy",
+    "without_copy",
+    "write_count",
+    "write_mark",
+]
+
+copy_on_write = torch._lazy_clone
+"""Share memory until one of the two is written to; `recorded_without_copy` says where that may and can be done."""
 
 
 def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
@@ -21,11 +32,12 @@ def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
         is. None also where torch cannot do it: memory that it does not own (numpy's, shared memory), layouts that are
         not strided, many subclasses, and complex dtypes while recording.
     """
-    owner = x if x._base is None else x._base
+    base = x._base
+    owner = x if base is None else base
     if owner.is_leaf and owner.requires_grad:
         return None
     try:
-        return torch._lazy_clone(x)
+        return copy_on_write(x)
     except RuntimeError:
         return None
 
@@ -76,7 +88,10 @@ def find_non_finite(tensors: list[torch.Tensor], found: torch.Tensor, one: torch
 
 def write_count(tensor: torch.Tensor) -> int:
     """Count the in-place writes into a tensor that autograd has seen; those of an inference tensor are not counted."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # asking `is_inference` first would cost more than the answer
+        return 0
 
 
 def write_mark(tensor: torch.Tensor) -> tuple[int, int]:

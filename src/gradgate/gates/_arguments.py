@@ -17,7 +17,7 @@ __all__ = ["check_factor", "check_fill", "check_limit", "check_meter", "check_pa
 
 def is_number(value: Any) -> bool:
     """Tell whether a value is a plain real number; True and False are answers, not numbers."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> None:

@@ -7,50 +7,57 @@ memory must stay where it is; its gate is an autograd Function that returns a vi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gradgate._torch_compat import bound_apply, recorded_without_copy, without_copy
+from gradgate._torch_compat import bound_apply, copy_on_write, recorded_without_copy, without_copy, write_count
 from gradgate.errors import GradgateError
 from gradgate.gates._meter import GateMeter
-from gradgate.gates._rules import Rule, Whole
+from gradgate.gates._rules import Mask, Rule, Whole
 from gradgate.gates._sparse import on_stored_values
 
-__all__ = ["put_rule", "swap"]
+__all__ = ["put_mask", "put_rule", "swap"]
+
+Treatment = Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...]]
+"""What autograd meets in backward: `treated` with everything but the gradients given."""
 
 
-class Treatment:
-    """A rule with its meter, as autograd meets it in backward."""
+def treated(
+    rule: Rule,
+    operand: torch.Tensor | None,
+    version: int,
+    meter: GateMeter | None,
+    gradients: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor | None, ...]:
+    """Give what goes on in place of what arrives; nothing for nothing."""
+    if gradients[0] is None:
+        return gradients
+    if operand is not None and write_count(operand) != version:
+        raise GradgateError(
+            "A mask or factor of a gate was overwritten between forward and backward.",
+            why="the gradient would follow another mask than the one that the gate was given.",
+            fix="keep.clone()   # give the gate a copy, or overwrite it after backward",
+        )
 
-    __slots__ = ("meter", "operand", "rule", "version")
-
-    def __init__(self, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None) -> None:
-        self.rule = rule
-        self.operand = operand
-        # Tensors of inference mode count no versions; nobody can overwrite them here either.
-        self.version = 0 if operand is None or operand.is_inference() else operand._version
-        self.meter = meter
-
-    def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Give what goes on in place of what arrives; nothing for nothing."""
-        if gradients[0] is None:
-            return gradients
-        operand = self.operand
-        if operand is not None and not operand.is_inference() and operand._version != self.version:
-            raise GradgateError(
-                "A mask or factor of a gate was overwritten between forward and backward.",
-                why="the gradient would follow another mask than the one that the gate was given.",
-                fix="keep.clone()   # give the gate a copy, or overwrite it after backward",
-            )
-        return (on_stored_values(self._treated, gradients[0], self.rule),)
-
-    def _treated(self, gradient: torch.Tensor, rule: Rule) -> torch.Tensor | None:
+    def treat(gradient: torch.Tensor, rule: Rule) -> torch.Tensor | None:
         rule = rule.settled(gradient)
         result = rule(gradient)
-        if self.meter is not None:
-            self.meter.count(gradient, result, rule.stopped(gradient))
+        if meter is not None:
+            meter.count(gradient, result, rule.stopped(gradient))
         return result
+
+    return (on_stored_values(treat, gradients[0], rule),)
+
+
+def masked(
+    keep: torch.Tensor, version: int, gradients: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Treat by a mask; the rule is made only now, which makes the gate's call cheaper."""
+    return treated(Mask(keep), keep, version, None, gradients)
 
 
 class Gated(torch.autograd.Function):
@@ -89,6 +96,38 @@ apply_gated = bound_apply(Gated)
 apply_swapped = bound_apply(Swapped)
 
 
+def put_mask(x: torch.Tensor, keep: Any) -> torch.Tensor | None:
+    """Do what `put_rule` does, in the commonest case: one answer for each element of an activation.
+
+    On a small tensor each check and each call is felt, so everything that this case needs is here, and nothing else.
+
+    Args:
+        x: What the user gave, perhaps no tensor.
+        keep: What the user gave, perhaps no mask.
+
+    Returns:
+        The values of x; None in every other case, with nothing done.
+    """
+    if (
+        type(keep) is not Tensor
+        or type(x) is not Tensor
+        or keep.dtype is not torch.bool
+        or keep.shape != x.shape
+        or keep.device != x.device
+        or x.is_leaf
+        or x._base is not None
+    ):
+        return None
+    try:
+        treatment = partial(masked, keep, keep._version)
+        gated = copy_on_write(x)
+    except RuntimeError:  # a mask of inference mode, or x is of a kind that cannot be shared
+        return None
+    if (node := gated.grad_fn) is not None:  # else nothing is recorded
+        node.register_prehook(treatment)
+    return gated
+
+
 def put_rule(x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None) -> torch.Tensor:
     """Give x with a rule for its gradient; only the values where no gradient will come.
 
@@ -106,7 +145,7 @@ def put_rule(x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: G
         return _values(x) if x.is_floating_point() or x.is_complex() else x
     if isinstance(rule, Whole) and not rule.keep:
         return _shut(x, rule, meter)
-    treatment = Treatment(rule, operand, meter)
+    treatment = partial(treated, rule, operand, 0 if operand is None else write_count(operand), meter)
     gated = recorded_without_copy(x)
     if gated is None:
         gated = apply_gated(x, treatment)
@@ -119,7 +158,8 @@ def _shut(x: torch.Tensor, rule: Whole, meter: GateMeter | None) -> torch.Tensor
     if meter is None:
         return _values(x)
     # The meter wants to see the gradient: an empty leaf makes autograd bring it this far, and no further.
-    counted: torch.Tensor = apply_gated(_values(x), Treatment(rule, None, meter), torch.empty(0, requires_grad=True))
+    treatment = partial(treated, rule, None, 0, meter)
+    counted: torch.Tensor = apply_gated(_values(x), treatment, torch.empty(0, requires_grad=True))
     return counted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,7 @@ from gradgate._torch_compat import is_traced
 from gradgate.errors import ArgumentValueError
 from gradgate.gates import _eager, _traced
 from gradgate.gates._arguments import check_factor, check_fill, check_limit, check_meter, check_pair
+from gradgate.gates._eager import put_mask
 from gradgate.gates._meter import GateMeter
 from gradgate.gates._rules import Chosen, Clip, Finite, Mask, Rule, Scale, Whole
 
@@ -51,6 +53,8 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
         >>> x.grad
         tensor([2., 0., 3.])
     """
+    if meter is None and not is_traced() and (gated := put_mask(x, keep)) is not None:
+        return gated
     check_tensor(x, name="x", function="gate")
     if isinstance(keep, bool):
         return _put_rule(x, Whole(keep), None, meter, "gate")
@@ -250,17 +254,21 @@ def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
 def _scale(
     x: torch.Tensor, factor: float | torch.Tensor, sign: int, meter: GateMeter | None, name: str, function: str
 ) -> torch.Tensor:
-    check_tensor(x, name="x", function=function)
-    check_factor(factor, x, name=name, function=function)
-    factor = factor if sign == 1 else -factor
+    if type(x) is not torch.Tensor:
+        check_tensor(x, name="x", function=function)
+    if type(factor) is not float or not -math.inf < factor < math.inf:
+        check_factor(factor, x, name=name, function=function)
+    if sign == -1:
+        factor = -factor
     return _put_rule(x, Scale(factor), factor if isinstance(factor, torch.Tensor) else None, meter, function)
 
 
 def _put_rule(
     x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None, function: str
 ) -> torch.Tensor:
+    traced = is_traced()
     if meter is not None:
-        check_meter(meter, function=function, traced=is_traced())
-    if is_traced():
+        check_meter(meter, function=function, traced=traced)
+    if traced:
         return _traced.put_rule(x, rule, function)
     return _eager.put_rule(x, rule, operand, meter)

@@ -161,9 +161,8 @@ class Finite(Rule):
 def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """Give the gradient where keep and +0.0 elsewhere, whatever arrives there.
 
-    Kernels that read a bool are slow on a CPU (`where` takes seven times as long as this), and a product of floats
-    lets NaN through. So the bits of each element, taken as an integer of its width, meet all ones or all zeros: -1 is
-    all ones, and widening -1 keeps it so.
+    Kernels that read a bool are slow on a CPU (`where` takes six times as long as this), and a product of floats lets
+    NaN through. So the bits of each element, taken as an integer of its width, are multiplied by 1 or by 0.
     """
     if keep.device != gradient.device:  # only a 0-dim mask on the CPU gets here, see check_keep
         keep = keep.to(gradient.device, non_blocking=True)
@@ -173,8 +172,8 @@ def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or integer is None or type(gradient) is not torch.Tensor:
         return torch.where(keep, gradient, 0)
     bits = gradient.resolve_neg().view(integer)
-    every = keep.view(torch.int8).neg().to(integer)
-    kept = every.bitwise_and_(bits) if every.shape == bits.shape else bits & every
+    each = keep.view(torch.uint8).to(integer)  # never the mask itself: no width has bytes without a sign
+    kept = each.mul_(bits) if each.shape == bits.shape else bits * each
     return kept.view(gradient.dtype)
 
 

@@ -1,0 +1,126 @@
+"""The commonest gate, a mask of the shape of an activation, goes a shorter way; everything else goes the long one."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradgate as gg
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.gates import _functions
+from gradgate.gates._eager import put_mask
+
+NAN = float("nan")
+KEEP = torch.tensor([[True, False, True], [False, True, True]])
+
+
+def activation(values=None):
+    return torch.randn(2, 3, requires_grad=True) * 1 if values is None else values * 1
+
+
+class Marked(torch.Tensor):
+    """A tensor of a user's own kind."""
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return KEEP.clone()
+
+
+def of_numpy():
+    """An activation in memory that torch does not own."""
+
+    class Borrowed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.from_numpy(np.ones((2, 3), dtype=np.float32))
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    return Borrowed.apply(torch.ones(2, 3, requires_grad=True))
+
+
+LONG_WAY = {
+    "a row of the mask": (activation(), KEEP[:1]),
+    "0-dim": (activation(), torch.tensor(True)),
+    "bool": (activation(), True),
+    "callable": (activation(), lambda gradient: gradient > 0),
+    "a mask of inference mode": (activation(), made_in_inference_mode()),
+    "a mask of another kind": (activation(), KEEP.as_subclass(Marked)),
+    "x of another kind": (activation().as_subclass(Marked), KEEP),
+    "a leaf": (torch.ones(2, 3, requires_grad=True), KEEP),
+    "a parameter": (nn.Parameter(torch.ones(2, 3)), KEEP),
+    "a view of a parameter": (nn.Parameter(torch.ones(3, 2)).t(), KEEP),
+    "a view of an activation": (torch.ones(3, 2, requires_grad=True).mul(1).t(), KEEP),
+    "no gradient": (torch.ones(2, 3), KEEP),
+    "complex": (torch.ones(2, 3, dtype=torch.complex64, requires_grad=True) * 1, KEEP),
+    "memory of numpy": (of_numpy(), KEEP),
+}
+
+
+def test_the_short_way_is_taken_and_closes_what_is_shut():
+    leaf = torch.ones(2, 3, requires_grad=True)
+    gated = put_mask(leaf * 1, KEEP)
+    gated.backward(torch.where(KEEP, 2.0, NAN))
+    assert torch.equal(leaf.grad, torch.where(KEEP, 2.0, 0.0))
+
+
+@pytest.mark.parametrize(("x", "keep"), LONG_WAY.values(), ids=LONG_WAY.keys())
+def test_everything_else_goes_the_long_way_with_the_same_gradient(x, keep):
+    assert put_mask(x, keep) is None
+    gated = gg.gate(x, keep)
+    if x.requires_grad:
+        arriving = torch.ones_like(x)
+        (gradient,) = torch.autograd.grad(gated, x, arriving)
+        wide = torch.as_tensor(keep(arriving) if callable(keep) else keep).expand(2, 3)
+        assert torch.equal(gradient.as_subclass(torch.Tensor), torch.where(wide, arriving, 0).as_subclass(torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    ("x", "keep", "error", "words"),
+    [
+        ([1.0], KEEP, ArgumentTypeError, "`x` is the list"),
+        (activation(), KEEP.float(), ArgumentTypeError, "numbers would be ambiguous"),
+        (activation(), torch.ones(3, 2, dtype=torch.bool), ArgumentValueError, "does not broadcast"),
+        (activation(), torch.ones(2, 3, dtype=torch.bool, device="meta"), ArgumentValueError, "is on meta"),
+    ],
+)
+def test_what_is_wrong_is_told_as_ever(x, keep, error, words):
+    with pytest.raises(error, match=words):
+        gg.gate(x, keep)
+
+
+def test_the_short_way_without_recording_gives_the_values_alone():
+    x = activation()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            gated = put_mask(x, KEEP)
+        assert gated is not x
+        assert not gated.requires_grad
+        assert gated.is_leaf
+        assert torch.equal(gated, x)
+    with torch.no_grad():
+        put_mask(x, KEEP).zero_()
+    assert x.any(), "x is not written to"
+
+
+def test_what_is_traced_or_metered_does_not_even_ask(monkeypatch):
+    def refuse(x, keep):
+        raise AssertionError("the short way knows nothing of tracing and meters")
+
+    monkeypatch.setattr(_functions, "put_mask", refuse)
+    gg.gate(activation(), KEEP, meter=gg.GateMeter()).sum().backward()
+    x = torch.ones(2, 3)
+    sloped = torch.func.grad(lambda x: gg.gate(x * 1, KEEP).sum())(x)
+    assert torch.equal(sloped, KEEP.float())
+    with torch.autograd.forward_ad.dual_level():
+        gg.gate(torch.autograd.forward_ad.make_dual(x, x), KEEP)
+
+
+def test_the_gradient_of_the_result_is_the_arriving_one():
+    gated = gg.gate(activation(), KEEP)
+    gated.retain_grad()
+    (gated * 3).sum().backward()
+    assert torch.equal(gated.grad, torch.full((2, 3), 3.0))
