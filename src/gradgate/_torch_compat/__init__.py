@@ -29,6 +29,7 @@ from gradgate._torch_compat._modules import (
     buffers_of,
     innermost_call,
     is_compiled,
+    mixes_rows,
     watched_modules,
     without_compiled_wrappers,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "is_traced",
     "latest_node_number",
     "leave_mode",
+    "mixes_rows",
     "node_number",
     "on_top",
     "read_grad_mode",

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as module_hooks
 
-__all__ = ["ModuleCall", "buffers_of", "innermost_call", "is_compiled", "watched_modules", "without_compiled_wrappers"]
+__all__ = [
+    "ModuleCall",
+    "buffers_of",
+    "innermost_call",
+    "is_compiled",
+    "mixes_rows",
+    "watched_modules",
+    "without_compiled_wrappers",
+]
 
 
 def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
@@ -41,6 +49,23 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Give a module's own table of buffers: writing an entry rebinds the buffer, whatever the module's setters do."""
     return module._buffers
+
+
+def mixes_rows(module: torch.nn.Module) -> bool:
+    """Tell whether a module surely lets a value that is not finite in one row into all others: BatchNorm in training.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether it does; False also where hooks or a forward of its own leave it open.
+    """
+    return (
+        type(module).forward is torch.nn.BatchNorm1d.forward
+        and (module.training or module.running_mean is None)
+        and "forward" not in module.__dict__
+        and not module._forward_pre_hooks
+    )
 
 
 class ModuleCall(NamedTuple):

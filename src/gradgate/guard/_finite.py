@@ -100,9 +100,10 @@ def non_finite_rows(tensors: Iterable[torch.Tensor], size: int, batch_dim: int) 
         if dim is None or isfinite(abs(tensor.detach().sum().item())):
             continue
         values = tensor.detach().movedim(dim, 0)
-        values = values.flatten(1) if values.dim() > 1 else values.unsqueeze(1)
-        sums = values.sum(1)
-        rows.update(sums.isnan().nonzero().flatten().tolist())
-        infinite = sums.isinf().nonzero().flatten()
-        rows.update(infinite[~torch.isfinite(values[infinite]).all(1)].tolist())
+        totals = (values.flatten(1).sum(1) if values.dim() > 1 else values).tolist()
+        doubtful = [row for row, total in enumerate(totals) if total - total != 0]
+        if any(totals[row] == totals[row] for row in doubtful):
+            finite = torch.isfinite(values[doubtful]).reshape(len(doubtful), -1).all(1).tolist()
+            doubtful = [row for row, is_finite in zip(doubtful, finite, strict=True) if not is_finite]
+        rows.update(doubtful)
     return frozenset(rows)

@@ -17,7 +17,7 @@ import torch
 from gradgate._torch_compat import ModuleCall
 from gradgate.guard._faults import Fault
 from gradgate.guard._observer import Observer, Open, Sighting
-from gradgate.guard._places import best_line, definition_line
+from gradgate.guard._places import definition_line, written
 from gradgate.guard._scenes import Scenes, has_rows, untouched
 from gradgate.guard._search import Search, Test, Verdict, isolate, spread
 from gradgate.guard._tape import Tape
@@ -299,7 +299,7 @@ class _Localiser:
             blame,
             stage=stage,
             module=first.module,
-            where=best_line(first.lines) or blame.where,
+            where=blame.where if first.line is None else written(first.line),
             norm=norm,
             method=method,
         )

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from gradgate._torch_compat import ModuleCall, watched_modules, write_mark
+from gradgate._torch_compat import ModuleCall, mixes_rows, watched_modules, write_mark
 from gradgate.guard._batches import batch_dim_of
 from gradgate.guard._finite import non_finite_rows, tensors_in
-from gradgate.guard._places import Line, running_lines
+from gradgate.guard._places import Line, running_line
 
 __all__ = ["Answer", "Enough", "Observer", "Open", "Sighting"]
 
@@ -46,7 +46,7 @@ class Sighting:
 
     rows: frozenset[int]
     module: torch.nn.Module | None
-    lines: list[Line]
+    line: Line | None
     norms: dict[int, float] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class Observer:
         self._thread = threading.get_ident()
         self._watching = ExitStack()
         self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
-        self._finite: tuple[int, torch.nn.Module | None, list[Line]] = (0, None, [])
+        self._finite: tuple[int, torch.nn.Module | None, Line | None] = (0, None, None)
         self._seen_at = 0
         self.open: list[Open] = [Open(None)]
         self.modules: dict[torch.nn.Module, None] = {}
@@ -101,19 +101,20 @@ class Observer:
         """
         self._look(tensors_in(batch), None)
 
-    def _look(self, tensors: list[torch.Tensor], call: ModuleCall | None) -> None:
-        """Look at what a module takes or gives."""
+    def _look(self, tensors: list[torch.Tensor], call: ModuleCall | None) -> bool:
+        """Look at what a module takes or gives, and tell whether only some rows of it are not finite."""
         rows: frozenset[int] = frozenset().union(*map(self._rows, tensors))
         if not rows:
-            return
+            return False
         if len(rows) < self._size:
             if not self.sightings or self.sightings[-1].rows != rows:
-                lines = running_lines() if call else []
-                self.sightings.append(Sighting(rows, call.module if call else None, lines))
+                line = running_line() if call else None
+                self.sightings.append(Sighting(rows, call.module if call else None, line))
         elif self.sightings:
             # All rows at once after some: something mixed them. What was seen last is all there is to see.
             self.smeared_by = call
             raise Enough
+        return len(rows) < self._size
 
     def _rows(self, tensor: torch.Tensor) -> frozenset[int]:
         known, mark = self._known.get(id(tensor)), write_mark(tensor)
@@ -131,7 +132,9 @@ class Observer:
         self.modules[module] = None
         if self._values:
             self.open.append(Open(module))
-            self._look(tensors_in(args), ModuleCall(module, args, {}))
+            spoilt = self._look(tensors_in(args), ModuleCall(module, args, {}))
+            if spoilt and mixes_rows(module) and batch_dim_of(args[0], self._size, self._batch_dim) == 0:
+                raise Enough  # it would let these rows into all others
         elif self._gradients:
             self.open.append(Open(module))
         else:
@@ -156,23 +159,23 @@ class Observer:
     ) -> None:
         if not any(tensor.requires_grad for tensor in inputs):
             self.entries += outputs
-        lines = running_lines() if outputs else []
+        line = running_line() if outputs else None
         for tensor in outputs:
             # The hook must not hold the tensor that holds the hook.
-            hook = partial(self._look_back, at=id(tensor), module=module, lines=lines)
+            hook = partial(self._look_back, at=id(tensor), module=module, line=line)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _look_back(self, grad: torch.Tensor, at: int, module: torch.nn.Module, lines: list[Line]) -> None:
+    def _look_back(self, grad: torch.Tensor, at: int, module: torch.nn.Module, line: Line | None) -> None:
         rows = non_finite_rows([grad], self._size, self._batch_dim)
         if not rows:
             if self._finite[0] != at:  # the first to ask about a tensor is the innermost module that gave it
-                self._finite = at, module, lines
+                self._finite = at, module, line
             return
         self._seen_at = at
         if len(rows) < self._size:
             # What came back to the module before was finite: it was born in that one's way back (or in the loss).
-            _, born_in, lines = self._finite
-            self.sightings.append(Sighting(rows, born_in, lines, self._norms(grad, rows)))
+            _, born_in, line = self._finite
+            self.sightings.append(Sighting(rows, born_in, line, self._norms(grad, rows)))
         raise Enough
 
     def _norms(self, grad: torch.Tensor, rows: frozenset[int]) -> dict[int, float]:

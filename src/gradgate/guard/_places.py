@@ -6,14 +6,24 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
-__all__ = ["Line", "best_line", "definition_line", "module_paths", "raising_line", "raising_spot", "running_lines"]
+__all__ = [
+    "Line",
+    "best_line",
+    "definition_line",
+    "module_paths",
+    "raising_line",
+    "raising_spot",
+    "running_line",
+    "written",
+]
 
 Line = tuple[str, int]
 
@@ -22,6 +32,7 @@ NEVER = tuple(f"{Path(path).parent}{os.sep}" for path in (inspect.getfile(torch)
 # The demonstration ships with the package, but what it shows is a user's training.
 DEMO = f"{Path(__file__).parents[1] / 'cli' / 'demo'}{os.sep}"
 SELDOM = tuple(f"{path}{os.sep}" for path in dict.fromkeys(map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
+OWN, LIBRARY, MACHINERY = range(3)
 
 
 def raising_line(traceback: TracebackType | None) -> str | None:
@@ -49,14 +60,15 @@ def raising_spot(traceback: TracebackType | None) -> tuple[str, int] | None:
     return spot
 
 
-def running_lines() -> list[Line]:
-    """Give the lines that are running now, innermost first; cheap, to be read by `best_line` if it comes to that."""
-    lines = []
-    frame: FrameType | None = sys._getframe(1)
+def running_line() -> Line | None:
+    """Give the innermost line of the user's code that is running now, to be written by `written`."""
+    return _nearest(_lines_from(sys._getframe(1)))
+
+
+def _lines_from(frame: FrameType | None) -> Iterator[Line]:
     while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return lines
 
 
 def definition_line(function: Callable[..., Any]) -> str | None:
@@ -84,14 +96,32 @@ def module_paths(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
 
 
 def best_line(lines: Iterable[Line]) -> str | None:
+    """Choose among lines, innermost first, and write the chosen one."""
+    chosen = _nearest(lines)
+    return None if chosen is None else written(chosen)
+
+
+def _nearest(lines: Iterable[Line]) -> Line | None:
     """Choose among lines, innermost first: the first of the user's own code, else the first of a library's."""
-    possible = [line for line in lines if line[0].startswith(DEMO) or not line[0].startswith((*NEVER, "<frozen"))]
-    own = [line for line in possible if not line[0].startswith(SELDOM)]
-    chosen = next(iter(own or possible), None)
-    return None if chosen is None else _written(*chosen)
+    of_library = None
+    for line in lines:
+        nearness = _nearness(line[0])
+        if nearness == OWN:
+            return line
+        if nearness == LIBRARY and of_library is None:
+            of_library = line
+    return of_library
 
 
-def _written(filename: str, line: int) -> str:
-    """Write a place relative to the working directory where it lies inside it."""
+@lru_cache(maxsize=4096)
+def _nearness(filename: str) -> int:
+    """Tell whose code a file holds; asked for every frame, so it is remembered."""
+    if not filename.startswith(DEMO) and filename.startswith((*NEVER, "<frozen")):
+        return MACHINERY
+    return LIBRARY if filename.startswith(SELDOM) else OWN
+
+
+def written(line: Line) -> str:
+    """Write a place as "path.py:12", relative to the working directory where it lies inside it."""
     here = f"{os.getcwd()}{os.sep}"
-    return f"{filename.removeprefix(here)}:{line}"
+    return f"{line[0].removeprefix(here)}:{line[1]}"
