@@ -147,7 +147,10 @@ def cost_in_ms(module):
     return min(float(fresh(IMPORT_COST.format(module))) for _ in range(5))
 
 
-@pytest.mark.parametrize("module", ["gradgate", "gradgate.records", "gradgate.errors", "gradgate.ledger"])
+PAPER = ["gradgate", "gradgate.records", "gradgate.errors", "gradgate.ledger", "gradgate.report"]
+
+
+@pytest.mark.parametrize("module", PAPER)
 def test_the_root_and_the_paper_rooms_do_not_load_torch(module):
     assert fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 

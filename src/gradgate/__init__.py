@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradgate import masked as masked
     from gradgate import modes as modes
     from gradgate import replaying as replaying
+    from gradgate import report as report
     from gradgate import testing as testing
     from gradgate.doctor import Diagnosis as Diagnosis
     from gradgate.doctor import diagnose as diagnose
@@ -128,6 +129,7 @@ _ROOMS = (
     "modes",
     "records",
     "replaying",
+    "report",
     "testing",
 )
 

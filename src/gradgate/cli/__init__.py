@@ -22,6 +22,7 @@ _COMMANDS = {
     "doctor": ("gradgate.cli._doctor", "Run a script of yours and say why it does not learn."),
     "demo": ("gradgate.cli.demo", "Why this library exists, on real data, in under two minutes."),
     "ledger": ("gradgate.cli._ledger", "What was dropped, why, and what was decided about it."),
+    "report": ("gradgate.cli._report", "What happened, on one page; with --serve while it happens."),
     "replay": ("gradgate.cli._replay", "Run one recorded sample again, or make a test of it."),
 }
 

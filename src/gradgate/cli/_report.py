@@ -1,0 +1,94 @@
+"""`gradgate report`: what happened, on one page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gradgate.cli._output import json_option, show_json
+from gradgate.ledger import Ledger
+from gradgate.report import LiveView, render_page, write_page
+
+__all__ = ["report"]
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("path", metavar="LEDGER", type=_FILE)
+@click.option("--diagnosis", type=_FILE, metavar="FILE", help="Show this too: what `gradgate doctor --json` wrote.")
+@click.option(
+    "-o",
+    "--output",
+    default=Path("report.html"),
+    show_default=True,
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    help="The page; - is the standard output.",
+)
+@click.option("--serve", is_flag=True, help="Follow a running training: a live page, on this machine only.")
+@click.option("--port", default=0, type=click.IntRange(0, 65535), help="Where to serve; any free port if not given.")
+@json_option
+def report(path: Path, diagnosis: Path | None, output: Path, serve: bool, port: int, as_json: bool) -> None:
+    r"""Write one page about what happened: complete in itself, it opens offline and can be sent to anybody.
+
+    LEDGER is the file that `gg.Ledger("run.ledger")` writes; it is only read.
+
+    \b
+    Examples: gradgate report run.ledger -o report.html
+              gradgate report run.ledger --serve
+    """
+    ledger = Ledger(path, read_only=True)
+    told = None if diagnosis is None else _read(diagnosis)
+    if serve:
+        _follow(ledger, told, port, as_json)
+    elif str(output) == "-":
+        sys.stdout.buffer.write(render_page(ledger, told).encode())
+    else:
+        size = _write(lambda: write_page(output, ledger, told), output)
+        if as_json:
+            show_json({"file": str(output), "bytes": size, "incidents": ledger.stats().incidents})
+        else:
+            click.echo(f"{output} written: {size / 1000:,.0f} kB")
+
+
+def _follow(ledger: Ledger, diagnosis: dict[str, Any] | None, port: int, as_json: bool) -> None:
+    view = LiveView(ledger, diagnosis, port=port)
+    if as_json:
+        show_json({"url": view.url})
+    else:
+        click.echo(f"{view.url} follows {ledger.path}; Ctrl+C ends it")
+    sys.stdout.flush()  # A program that started this waits for the address.
+    try:
+        view.serve()
+    except KeyboardInterrupt:
+        click.echo("", err=True)
+    finally:
+        view.close()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise click.ClickException(
+            f"{path} is not JSON: {error}.\nFix: gradgate doctor --json {path} train.py"
+        ) from error
+    if not (isinstance(told, dict) and isinstance(told.get("findings"), list)):
+        raise click.ClickException(f"{path} is not a diagnosis.\nFix: gradgate doctor --json {path} train.py")
+    return told
+
+
+def _write(writing: Callable[[], int], path: Path) -> int:
+    try:
+        return writing()
+    except OSError as error:
+        if error.strerror is None:  # A ledger's own, told as it is.
+            raise
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,9 @@
+"""What happened, on one page: self-contained, offline, readable without torch."""
+
+from __future__ import annotations
+
+from gradgate.report._book import Book
+from gradgate.report._page import render_page, write_page
+from gradgate.report._serving import LiveView
+
+__all__ = ["Book", "LiveView", "render_page", "write_page"]

@@ -1,0 +1,111 @@
+// The page: built once from its data, and brought up to date while a training runs.
+
+import { embedded, type PageData } from "./data";
+import { h } from "./dom";
+import { findingsSection } from "./findings";
+import { moment, visible } from "./format";
+import { GraphSection } from "./graph/graph";
+import { layersSection } from "./layers";
+import { Live } from "./live";
+import { Selection } from "./selection";
+import { summarySection } from "./summary";
+import { IncidentTable } from "./table";
+import { themeButton } from "./theme";
+import { Timeline } from "./timeline";
+import { worstSection } from "./worst";
+
+const page = document.getElementById("page")!;
+
+class Page {
+  private selection: Selection | null = null;
+  private table: IncidentTable | null = null;
+  private timeline: Timeline | null = null;
+  private summary: HTMLElement | null = null;
+  private worst: HTMLElement | null = null;
+
+  constructor(private readonly live: Live | null) {}
+
+  show(data: PageData): void {
+    if (this.selection && data.ledger) this.update(data, this.selection);
+    else this.build(data);
+    document.documentElement.dataset.ready = "yes";
+  }
+
+  private build(data: PageData): void {
+    const sections: HTMLElement[] = [(this.summary = summarySection(data))];
+    const after: (() => void)[] = [];
+    if (data.diagnosis) {
+      sections.push(findingsSection(data.diagnosis));
+      if (data.diagnosis.graph?.modules.length) {
+        const graph = new GraphSection(data.diagnosis.graph, data.diagnosis);
+        sections.push(graph.element);
+        after.push(() => graph.draw());
+      }
+      if (data.diagnosis.layers) sections.push(layersSection(data.diagnosis.layers));
+    }
+    if (data.ledger) {
+      this.selection = new Selection(data.ledger);
+      this.table = new IncidentTable(this.selection);
+      this.timeline = new Timeline(this.selection);
+      this.worst = this.makeWorst(this.selection);
+      sections.push(this.timeline.element, this.worst, this.table.element);
+      this.hideEmpty(data);
+      after.push(() => this.timeline?.draw());
+    }
+    page.replaceChildren(this.head(data, sections), ...sections, foot(data));
+    for (const step of after) step();
+  }
+
+  private update(data: PageData, selection: Selection): void {
+    if (!data.ledger) return;
+    const summary = summarySection(data);
+    this.summary?.replaceWith(summary);
+    this.summary = summary;
+    selection.replace(data.ledger);
+    this.timeline?.draw();
+    const worst = this.makeWorst(selection);
+    this.worst?.replaceWith(worst);
+    this.worst = worst;
+    this.hideEmpty(data);
+  }
+
+  private makeWorst(selection: Selection): HTMLElement {
+    return worstSection(selection, () => document.getElementById("incidents")?.scrollIntoView({ behavior: "smooth" }));
+  }
+
+  /** Where nothing was dropped, the table says so, and the rest would only repeat it. */
+  private hideEmpty(data: PageData): void {
+    const none = data.ledger?.incidents.count === 0;
+    if (this.timeline) this.timeline.element.hidden = none;
+    if (this.worst) this.worst.hidden = none;
+  }
+
+  private head(data: PageData, sections: HTMLElement[]): HTMLElement {
+    const links = sections.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2")?.textContent ?? ""));
+    return h(
+      "header",
+      { class: "page-head" },
+      h("div", { class: "brand" }, h("h1", {}, visible(data.name)), h("span", { class: "maker" }, "gradgate report")),
+      h("nav", { "aria-label": "Sections" }, ...links),
+      h("div", { class: "head-side" }, this.live?.element, themeButton()),
+    );
+  }
+}
+
+function foot(data: PageData): HTMLElement {
+  return h("footer", {}, `gradgate ${data.gradgate} · made ${moment(data.made * 1000)} · this page is complete in itself and asks nothing of any network`);
+}
+
+function fail(error: unknown): void {
+  page.replaceChildren(h("div", { class: "empty" }, h("p", { class: "empty-title" }, "This page cannot be shown"), h("p", {}, visible(String(error)))));
+}
+
+const holder = document.getElementById("data")!;
+if (holder.dataset.live === "yes") {
+  const made: Page = new Page(new Live((data) => made.show(data)));
+  void made["live"]!.run();
+} else {
+  embedded(holder.textContent ?? "")
+    .then((data) => new Page(null).show(data))
+    .catch(fail);
+}
