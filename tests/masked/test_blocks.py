@@ -9,25 +9,26 @@ import torch
 from hypothesis import given, settings
 
 from gradgate import masked
-from gradgate.masked import _blocks, _kernels
+from gradgate.masked import _blocks, _ways
 from tests import witness
 from tests.masked.laws import BY_NAME, SMOOTH
 from tests.masked.test_laws import GARBAGE, masked_values, soiled
 
 TRACED = ("sum", "mean", "var 1", "std 1", "amax", "median", "norm 2", "logsumexp", "softmax", "cumsum")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+EDGES = (torch.finfo(torch.float32).max, torch.finfo(torch.float32).min)
 
 
 def tiny_blocks(block=8, columns=3):
     """Send everything through blocks, and make them so small that every way of cutting happens."""
-    return mock.patch.multiple(_blocks, BLOCK=block, COLUMNS=columns), mock.patch.object(_kernels, "SMALL", 1)
+    return mock.patch.multiple(_blocks, BLOCK=block, COLUMNS=columns), mock.patch.object(_ways, "SMALL", 1)
 
 
 def both_ways(fn, inputs, order, block=8, columns=3):
     blocks, no_small = tiny_blocks(block, columns)
     with blocks, no_small:
         ours = witness.value_and_gradients(fn, inputs, order)
-    with mock.patch.object(_kernels, "SMALL", math.inf):
+    with mock.patch.object(_ways, "SMALL", math.inf):
         plain = witness.value_and_gradients(fn, inputs, order)
     return ours, plain
 
@@ -82,7 +83,7 @@ def test_both_ways_agree_on_large_tensors(shape):
         for dim in {0, len(shape) - 1, len(shape) // 2}:
             fn = lambda x: BY_NAME[name].fn(x, dim, keep=keep)  # noqa: B023, E731
             ours = witness.value_and_gradients(fn, [x])
-            with mock.patch.object(_kernels, "SMALL", math.inf):
+            with mock.patch.object(_ways, "SMALL", math.inf):
                 plain = witness.value_and_gradients(fn, [x])
             for a, b in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -128,7 +129,7 @@ def test_the_saved_mask_is_guarded_against_edits():
         result.backward()
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -1.5, 3e38])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, -1.5, 3e38, *EDGES])
 @pytest.mark.parametrize(("shape", "dim"), [((300_001,), None), ((301, 999), 1), ((999, 301), 0), ((2, 150_001), 1)])
 def test_garbage_changes_no_bit_of_large_tensors(shape, dim, garbage):
     x, keep = torch.randn(shape), torch.rand(shape) < 0.7
@@ -154,3 +155,59 @@ def test_autocast_changes_nothing():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             mixed = witness.value_and_gradients(fn, [x])
         witness.assert_same(mixed[0] + mixed[1], plain[0] + plain[1], what=name, exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("place", [0, 123_456, 299_999])
+def test_one_bad_piece_of_a_long_slice_is_done_again_alone(dtype, place):
+    x, keep = torch.randn(300_000, dtype=dtype), torch.rand(300_000) < 0.7
+    keep[place] = False
+    clean = [masked.sum(x, keep=keep), masked.mean(x, keep=keep)]
+    x[place] = math.nan
+    witness.assert_same([masked.sum(x, keep=keep), masked.mean(x, keep=keep)], clean, what="garbage", exact=True)
+    keep[place] = True
+    assert masked.sum(x, keep=keep).isnan()
+    assert masked.mean(x, keep=keep).isnan()
+
+
+@pytest.mark.parametrize("size", [9000, 196_608, 196_609, 400_000])
+def test_one_slice_in_any_layout(size):
+    wide, keep = torch.randn(size, 2), torch.rand(size, 2) < 0.7
+    for x, mask in ((wide[:, 0], keep[:, 1]), (wide.T[0].contiguous(), keep[:, 1]), (wide.T, keep.T)):
+        expected = x.double()[mask]
+        torch.testing.assert_close(masked.sum(x, keep=mask).double(), expected.sum(), rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(masked.mean(x, keep=mask).double(), expected.mean(), rtol=1e-4, atol=1e-6)
+        nothing = torch.zeros_like(mask)
+        assert masked.sum(x, keep=nothing) == 0
+        assert masked.mean(x, keep=nothing).isnan()
+        assert masked.mean(x, keep=nothing, empty=-1) == -1
+
+
+def test_a_mean_counts_beyond_what_a_float_can_count():
+    x, keep = torch.ones((1 << 24) + 5), torch.ones((1 << 24) + 5, dtype=torch.bool)
+    keep[0] = False
+    _, number = _blocks.total_of(x, keep, counted=True)
+    assert number == (1 << 24) + 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_kept_may_be_as_extreme_as_it_likes(dtype):
+    """What is left out goes to infinity by an addition: none of the kept may be taken for it, or be moved."""
+    info = torch.finfo(dtype)
+    kept = torch.tensor([-0.0, info.min, info.max, -math.inf, math.inf, math.nan, info.tiny, 3.0], dtype=dtype)
+    x = kept.unsqueeze(1).repeat(1, 2048)
+    keep = torch.rand(x.shape) < 0.5
+    keep[:, 0] = True
+    for garbage in (0.0, info.max, info.min, math.inf, -math.inf, math.nan):
+        dirty = soiled(x, keep, garbage)
+        for found in (masked.amax(dirty, 1, keep=keep), masked.amin(dirty, 1, keep=keep)):
+            witness.assert_same([found, found.signbit()], [kept, kept.signbit()], what=f"beside {garbage}", exact=True)
+        if dtype in (torch.float32, torch.float64):
+            expected = kept + keep.sum(1).to(dtype).log()
+            torch.testing.assert_close(masked.logsumexp(dirty, 1, keep=keep), expected, equal_nan=True)
+        weights = masked.softmax(dirty, 1, keep=keep)
+        plain = [torch.softmax(row[mask], 0) for row, mask in zip(x, keep, strict=True)]
+        for i, (row, mask, expected) in enumerate(zip(weights, keep, plain, strict=True)):
+            expected = torch.zeros_like(expected) if kept[i] == -math.inf else expected
+            torch.testing.assert_close(row[mask], expected, equal_nan=True)
+            assert (row[~mask] == 0).all()

@@ -17,6 +17,11 @@ __all__ = [
     "is_traced",
 ]
 
+# Bound once: these are asked in every call of a small function, and each dot takes its time.
+_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched_in_the_old_way = torch._C._functorch.is_legacy_batchedtensor
+
 inside_functorch = torch._C._are_functorch_transforms_active
 """Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
 
@@ -48,19 +53,21 @@ def has_data(*tensors: torch.Tensor) -> bool:
     Returns:
         Whether `.item()`, `nonzero()` and boolean indexing work on all of them.
     """
-    if is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if is_compiling() or _dispatch_mode(_FAKE) is not None:
         return False
-    return all(_is_concrete(tensor) for tensor in tensors)
+    for tensor in tensors:  # without `all` and a generator, which take longer than the answer
+        if not _is_concrete(tensor):
+            return False
+    return True
 
 
 def _is_concrete(tensor: torch.Tensor) -> bool:
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    while _is_wrapped(tensor):
         if torch._C._functorch.is_batchedtensor(tensor):
             return False
         tensor = torch._C._functorch.get_unwrapped(tensor)
     # torch.autograd.grad(is_grads_batched=True) still runs backward under the older vmap, which nothing above sees.
-    legacy: bool = torch._C._functorch.is_legacy_batchedtensor(tensor)
-    return not (legacy or tensor.is_meta or isinstance(tensor, FakeTensor))
+    return not (_is_batched_in_the_old_way(tensor) or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def holds_its_values(tensor: torch.Tensor) -> bool:

@@ -4,9 +4,10 @@ torch's kernels for bool are not vectorised on the CPU: `where` with a random ma
 fresh large tensor costs more than the arithmetic on it. So a mask is read as bytes, and reductions go through small
 buffers.
 
-There are two ways to take an element away. Quick: its weight is 0, and 0 times anything finite is 0. Exact: its bits
-are masked, `((bits of x ^ bits of the value) & mask) ^ bits of the value`, which does not compute with it at all. The
-quick way is tried first; slices where it cannot be trusted (NaN or infinity was met) are done again in the exact way.
+There are two ways to take an element away. Quick: its weight is 0, and 0 times anything finite is 0; or it is moved to
+infinity by adding more than a float can hold. Exact: its bits are masked, `((bits of x ^ bits of the value) & mask) ^
+bits of the value`, which does not compute with it at all. The quick way is tried first; slices where it cannot be
+trusted (NaN or infinity was met) are done again in the exact way.
 
 Tensors here are 3-D, (outer, reduced, inner), and nothing is seen by autograd: `_kernels.py` makes it differentiable.
 """
@@ -20,9 +21,25 @@ import torch
 
 from gradgate.masked._valid import Number
 
-__all__ = ["LANES", "Bits", "Buffer", "combined", "cut", "distances", "expand", "extreme", "fill", "squares", "sums"]
+__all__ = [
+    "LANES",
+    "Bits",
+    "Buffer",
+    "Removal",
+    "combined",
+    "cut",
+    "distances",
+    "expand",
+    "extreme",
+    "fill",
+    "reduce",
+    "room_for",
+    "squares",
+    "sums",
+    "total_of",
+]
 
-BLOCK = 1 << 16  # elements: a piece of x, its mask and its buffers fit into the second-level cache
+BLOCK = 3 << 15  # elements: a piece of x, its mask and its buffers fit into the second-level cache
 COLUMNS = 1 << 13  # how much of a longer inner dimension is taken at once, so that a piece has several rows of it
 LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,7 +61,7 @@ def fill(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
         The filled tensor.
     """
     result = torch.empty(x.shape, dtype=x.dtype)
-    mask_bits = Bits(x, value)
+    mask_bits = Bits(x, value, room_for(x))
     for source, kept, out in cut(x, mask, result):
         mask_bits.select(source, kept, out)
     return result
@@ -82,7 +99,7 @@ def distances(x: torch.Tensor, mask: torch.Tensor, center: torch.Tensor, factor:
         A new tensor of the shape of x.
     """
     result = torch.empty(x.shape, dtype=x.dtype)
-    mask_bits = Bits(x, 0)
+    mask_bits = Bits(x, 0, room_for(x))
     for source, kept, centers, factors, out in cut(x, mask, _spread(center, x), _spread(factor, x), result):
         mask_bits.select(torch.sub(source, centers, out=out).mul_(factors), kept, out)
     return result
@@ -102,8 +119,43 @@ def sums(x: torch.Tensor, mask: torch.Tensor, counted: bool) -> tuple[torch.Tens
     Returns:
         The sums, in float32 for halves, and the numbers, both of shape (outer, inner); without numbers the sums twice.
     """
-    results = _reduced(_sums_of_pieces if counted else _totals_of_pieces, x, mask)
+    if x.shape[0] == x.shape[2] == 1 and x.element_size() > 2:
+        total, number = total_of(x.reshape(-1), mask.reshape(-1), counted)
+        return total.view(1, 1), number.view(1, 1).long() if counted else total.view(1, 1)
+    results = reduce(_sums_of_pieces if counted else _totals_of_pieces, x, mask, _infinite)
     return results[0], results[-1]
+
+
+def total_of(x: torch.Tensor, mask: torch.Tensor, counted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up what is kept of one single slice, and count it: multiplied and added in one go.
+
+    Args:
+        x: The values, 1-D, float32 or float64.
+        mask: A boolean mask of the same shape.
+        counted: Whether the number is wanted.
+
+    Returns:
+        The sum and the number, both 0-dim, the number in whatever dtype holds it; without a number the sum twice.
+    """
+    size = x.numel() if x.numel() <= 2 * BLOCK else BLOCK
+    kept = mask.view(torch.uint8)
+    pieces = [(x, kept)] if size == x.numel() else zip(torch.split(x, size), torch.split(kept, size), strict=True)
+    buffer = torch.empty(size, dtype=x.dtype)
+    clean = None
+    totals, numbers = [], []
+    for source, part in pieces:
+        weights = (buffer if len(source) == size else buffer[: len(source)]).copy_(part)
+        total = torch.dot(source, weights)
+        if not math.isfinite(total.item()):
+            clean = clean or Bits(x, 0, size)
+            total = torch.dot(clean.select(source, part, torch.empty_like(weights)), weights)
+        totals.append(total)
+        if counted:
+            numbers.append(weights.sum())
+    if len(totals) > 1:
+        totals = [torch.stack(totals).sum()]
+        numbers = [torch.stack(numbers).long().sum()] if counted else []  # a float cannot count to more than 2**24
+    return totals[0], numbers[0] if counted else totals[0]
 
 
 def squares(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,7 +168,7 @@ def squares(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     Returns:
         The sums of squares, the means and the numbers, all of shape (outer, inner).
     """
-    result, center, number = _reduced(_squares_of_pieces, x, mask)
+    result, center, number = reduce(_squares_of_pieces, x, mask, _infinite)
     return result, center, number
 
 
@@ -131,39 +183,52 @@ def extreme(x: torch.Tensor, mask: torch.Tensor, largest: bool) -> torch.Tensor:
     Returns:
         The extremes, of shape (outer, inner); infinite where nothing is kept.
     """
-    return _reduced(_largest_of_pieces if largest else _smallest_of_pieces, x, mask)[0]
+    if largest:
+        return reduce(_largest_of_pieces, x, mask, lambda result: ~(result < math.inf))[0]
+    return reduce(_smallest_of_pieces, x, mask, lambda result: ~(result > -math.inf))[0]
 
 
-def _reduced(
-    reduction: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, mask: torch.Tensor
+def reduce(
+    reduction: Callable[..., tuple[torch.Tensor, ...]],
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    doubtful: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """Reduce in the quick way, and again in the exact way where that was not good enough."""
+    """Reduce in the quick way, and again in the exact way where the result is not to be trusted.
+
+    Args:
+        reduction: Called with x, mask and `exact`; gives results of shape (outer, inner).
+        x: The values.
+        mask: A boolean mask of the same shape.
+        doubtful: Says which of the first results may come from what is left out.
+
+    Returns:
+        The results.
+    """
     _, reduced, inner = x.shape
     if inner > COLUMNS and reduced * inner > BLOCK:
         columns = zip(torch.split(x, COLUMNS, -1), torch.split(mask, COLUMNS, -1), strict=True)
-        parts = zip(*[_reduced(reduction, *column) for column in columns], strict=True)
+        parts = zip(*[reduce(reduction, *column, doubtful) for column in columns], strict=True)
         return tuple(torch.cat(part, -1) for part in parts)
     results = reduction(x, mask, exact=False)
-    result = results[0]
-    # Beyond half of what the dtype can hold, an extreme may be what stands for the left-out.
-    most = torch.finfo(result.dtype).max / 2
-    if not abs(result.item() if result.numel() == 1 else result.abs().amax().item()) < most:
-        rows = (~(result.abs() < most)).any(1).nonzero().squeeze(1)
-        for first, again in zip(results, reduction(x[rows], mask[rows], exact=True), strict=True):
-            first[rows] = again.to(first.dtype)
+    again = doubtful(results[0])
+    if again.any():
+        rows = again.any(1).nonzero().squeeze(1)
+        for first, second in zip(results, reduction(x[rows], mask[rows], exact=True), strict=True):
+            first[rows] = second.to(first.dtype)
     return results
 
 
+def _infinite(result: torch.Tensor) -> torch.Tensor:
+    return ~result.isfinite()
+
+
 def _totals_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
-    if x.shape[0] == x.shape[2] == 1 and x.element_size() > 2:
-        return _dotted(x, mask, exact, counted=False)
     results = [weights.mul_(source).sum(1, dtype=_wide(x)) for source, weights in _weighed(x, mask, exact)]
     return (combined(results, x, torch.sum),)
 
 
 def _sums_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
-    if x.shape[0] == x.shape[2] == 1 and x.element_size() > 2:
-        return _dotted(x, mask, exact, counted=True)
     results, numbers = [], []
     for source, weights in _weighed(x, mask, exact):
         numbers.append(weights.sum(1, dtype=_wide(x)))
@@ -171,87 +236,52 @@ def _sums_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[t
     return combined(results, x, torch.sum), combined(numbers, x, torch.sum, torch.int64)
 
 
-def _dotted(x: torch.Tensor, mask: torch.Tensor, exact: bool, counted: bool) -> tuple[torch.Tensor, ...]:
-    """Add up one single slice: multiplied and added in one go."""
-    flat, flat_mask = x.reshape(-1), mask.reshape(-1).view(torch.uint8)
-    mask_bits = Bits(x, 0, pieces=2) if exact else None
-    if flat.numel() <= 2 * BLOCK:  # one piece, without ceremony
-        weights = flat_mask.to(x.dtype)
-        source = flat if mask_bits is None else mask_bits.select(flat, flat_mask, torch.empty_like(weights))
-        total = torch.dot(source, weights).view(1, 1)
-        return (total, weights.sum().view(1, 1)) if counted else (total,)
-    buffer, clean = (torch.empty(BLOCK, dtype=x.dtype) for _ in range(2))
-    totals, numbers = [], []
-    for source, kept in zip(torch.split(flat, BLOCK), torch.split(flat_mask, BLOCK), strict=True):
-        weights = (buffer if len(source) == BLOCK else buffer[: len(source)]).copy_(kept)
-        if mask_bits is not None:
-            source = mask_bits.select(source, kept, clean[: len(source)])
-        totals.append(torch.dot(source, weights))
-        if counted:
-            numbers.append(weights.sum())
-    results = (torch.stack(totals), torch.stack(numbers).long()) if counted else (torch.stack(totals),)
-    return tuple(result.sum().view(1, 1) for result in results)
-
-
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if x.element_size() == 2 else x.dtype
 
 
 def _squares_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
+    buffer = Buffer(x.dtype, room_for(x))
     if x.shape[1] * x.shape[2] > BLOCK:  # a slice is in several pieces, so its mean has to be known before
         total, number = _sums_of_pieces(x, mask, exact)
         center = total / number.clamp(min=1)
-        buffer = Buffer(x.dtype, x)
-        parts = [
-            _square_sum(source, weights, centers, buffer.of(source.shape))
-            for source, weights, centers in _weighed(x, mask, exact, _spread(center, x))
-        ]
+        parts = []
+        for source, weights, centers in _weighed(x, mask, exact, _spread(center, x)):
+            kept = torch.mul(source, weights, out=buffer.of(source.shape))
+            parts.append(_square_sum(kept, weights, centers))
         return combined(parts, x, torch.sum), center, number
     results: list[tuple[torch.Tensor, ...]] = []
-    buffer = Buffer(x.dtype, x)
     for source, weights in _weighed(x, mask, exact):
-        room = buffer.of(source.shape)
         number = weights.sum(1)
-        center = torch.mul(source, weights, out=room).sum(1) / number.clamp(min=1)
-        results.append((_square_sum(source, weights, center.unsqueeze(1), room), center, number))
+        kept = torch.mul(source, weights, out=buffer.of(source.shape))
+        center = kept.sum(1).div_(number.clamp(min=1))
+        results.append((_square_sum(kept, weights, center.unsqueeze(1)), center, number))
     squares, centers, numbers = (torch.cat(parts) for parts in zip(*results, strict=True))
     return squares, centers, numbers.long()
 
 
-def _square_sum(x: torch.Tensor, weights: torch.Tensor, center: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    distance = torch.sub(x, center, out=room).mul_(weights)
+def _square_sum(kept: torch.Tensor, weights: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+    distance = kept.addcmul_(weights, center, value=-1)
     return distance.mul_(distance).sum(1)
 
 
 def _largest_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
-    return _extreme_of_pieces(x, mask, exact, torch.amax, torch.minimum, -1)
+    return _extreme_of_pieces(x, mask, exact, torch.amax, -math.inf)
 
 
 def _smallest_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
-    return _extreme_of_pieces(x, mask, exact, torch.amin, torch.maximum, 1)
+    return _extreme_of_pieces(x, mask, exact, torch.amin, math.inf)
 
 
 def _extreme_of_pieces(
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    exact: bool,
-    reduce: Callable[..., torch.Tensor],
-    bound: Callable[..., torch.Tensor],
-    sign: int,
+    x: torch.Tensor, mask: torch.Tensor, exact: bool, function: Callable[..., torch.Tensor], limit: float
 ) -> tuple[torch.Tensor, ...]:
-    results = []
-    if exact:
-        mask_bits, buffer = Bits(x, sign * math.inf), Buffer(x.dtype, x)
-        for source, kept in cut(x, mask):
-            results.append(reduce(mask_bits.select(source, kept, buffer.of(source.shape)), 1))
-    else:
-        half = torch.finfo(x.dtype).max / 2
-        far = torch.tensor(sign * half, dtype=x.dtype)
-        for source, weights in _weighed(x, mask, exact):
-            # Weight 1 bounds by half of the largest number, on the side of no harm; weight 0 on the other side.
-            torch.add(far, weights, alpha=-2 * sign * half, out=weights)
-            results.append(reduce(bound(source, weights, out=weights), 1))
-    return (combined(results, x, reduce),)
+    buffer, away = Buffer(x.dtype, room_for(x)), (Bits if exact else Removal)(x, limit, room_for(x))
+    results = [
+        function(away.select(source, kept, buffer.of(source.shape)), 1)
+        for source, kept in cut(x, mask.view(torch.uint8))
+    ]
+    return (combined(results, x, function),)
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
@@ -268,13 +298,13 @@ def cut(*tensors: torch.Tensor) -> Pieces:
 
 
 def combined(
-    results: list[torch.Tensor], x: torch.Tensor, reduce: Callable[..., torch.Tensor], dtype: torch.dtype | None = None
+    results: list[torch.Tensor], x: torch.Tensor, again: Callable[..., torch.Tensor], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Put the results of the pieces together; several pieces of one slice are reduced again."""
     result = torch.cat(results) if results else x.new_empty(0, x.shape[2])
     result = result if dtype is None else result.to(dtype)
     if x.shape[1] * x.shape[2] > BLOCK:
-        result = reduce(result.view(x.shape[0], -1, x.shape[2]), 1)
+        result = again(result.view(x.shape[0], -1, x.shape[2]), 1)
     return result
 
 
@@ -282,22 +312,27 @@ def _spread(slices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return slices.unsqueeze(1).expand(x.shape)
 
 
+def room_for(x: torch.Tensor) -> int:
+    """Give how many elements the largest piece of x has."""
+    return min(max(BLOCK, x.shape[2]), x.numel())
+
+
 def _weighed(x: torch.Tensor, mask: torch.Tensor, exact: bool, *more: torch.Tensor) -> Pieces:
     """Give pieces of x with weights 1 and 0 that may be written to; in the exact way 0 stands for the left-out."""
-    weights, clean = Buffer(x.dtype, x), Buffer(x.dtype, x)
-    mask_bits = Bits(x, 0) if exact else None
+    weights = Buffer(x.dtype, room_for(x))
+    clean, mask_bits = (Buffer(x.dtype, room_for(x)), Bits(x, 0, room_for(x))) if exact else (None, None)
     for source, kept, *others in cut(x, mask.view(torch.uint8), *more):
-        if mask_bits is not None:
+        if clean is not None and mask_bits is not None:
             source = mask_bits.select(source, kept, clean.of(source.shape))
         yield source, weights.of(source.shape).copy_(kept), *others
 
 
 class Buffer:
-    """Room for one piece of a tensor (or a few), used again for the next."""
+    """Room for one piece of a tensor, used again for the next."""
 
-    def __init__(self, dtype: torch.dtype, x: torch.Tensor, pieces: int = 1) -> None:
-        self._flat = torch.empty(min(max(pieces * BLOCK, x.shape[2]), x.numel()), dtype=dtype)
-        self._shaped = self._flat.view(1, -1, 1)
+    def __init__(self, dtype: torch.dtype, size: int) -> None:
+        self._flat = torch.empty(size, dtype=dtype)
+        self._shaped = self._flat
 
     def of(self, shape: torch.Size) -> torch.Tensor:
         if self._shaped.shape != shape:
@@ -308,10 +343,10 @@ class Buffer:
 class Bits:
     """Selects elements of a dtype by their bits, with one value for those that are left out."""
 
-    def __init__(self, x: torch.Tensor, value: Number, pieces: int = 1) -> None:
+    def __init__(self, x: torch.Tensor, value: Number, size: int) -> None:
         self._lane = LANES[x.element_size()]
         self._value = torch.tensor(value, dtype=x.dtype).view(self._lane) if value != 0 else None
-        self._signed, self._ones = Buffer(torch.int8, x, pieces), Buffer(self._lane, x, pieces)
+        self._signed, self._ones = Buffer(torch.int8, size), Buffer(self._lane, size)
 
     def select(self, source: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write what is kept of the source, and the value for the rest, to out (which may be the source)."""
@@ -323,3 +358,19 @@ class Bits:
         else:
             torch.bitwise_xor(bits, self._value, out=written).bitwise_and_(ones).bitwise_xor_(self._value)
         return out
+
+
+class Removal:
+    """Moves what is left out to infinity by one addition; what is NaN or infinite itself may stay that."""
+
+    def __init__(self, x: torch.Tensor, limit: float, size: int) -> None:
+        # 4 times the largest number is beyond all that can be held, also after any other was added to it.
+        self._step, self._away = torch.finfo(x.dtype).min, 4 if limit < 0 else -4
+        self._steps = torch.tensor(self._away, dtype=torch.int8)
+        self._times = Buffer(torch.int8, size)
+
+    def select(self, source: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write what is kept of the source, and the limit for the rest, to out (which is not the source)."""
+        times = torch.sub(self._steps, kept.view(torch.int8), alpha=self._away, out=self._times.of(kept.shape))
+        # A step is negative, so that no steps are -0.0, which added to anything changes nothing.
+        return torch.add(source, out.copy_(times), alpha=self._step, out=out)

@@ -24,17 +24,24 @@ def logsumexp(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     Returns:
         A tensor of shape (outer, inner); -inf where nothing is kept.
     """
-    bits, buffer = _blocks.Bits(x, -math.inf), _blocks.Buffer(x.dtype, x)
+    return _blocks.reduce(_logsumexp_of_pieces, x, mask, lambda result: ~(result < math.inf))[0]
+
+
+def _logsumexp_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
+    size, info = _blocks.room_for(x), torch.finfo(x.dtype)
+    away, buffer = (_blocks.Bits if exact else _blocks.Removal)(x, -math.inf, size), _blocks.Buffer(x.dtype, size)
     # The exponential of less than this is nothing beside the 1 of the largest, but takes torch 20 times as long.
-    least = math.log(torch.finfo(x.dtype).tiny) + 1
-    results = []
-    for source, kept in _blocks.cut(x, mask):
-        values = bits.select(source, kept, buffer.of(source.shape))
+    least = math.log(info.tiny) + 1
+    tops, totals = [], []
+    for source, kept in _blocks.cut(x, mask.view(torch.uint8)):
+        values = away.select(source, kept, buffer.of(source.shape))
         top = values.amax(1, keepdim=True)
-        level = top.masked_fill(top.isinf(), 0)  # inf - inf is no number
-        result = values.sub_(level).clamp_(min=least).exp_().sum(1).log_().add_(level.squeeze(1))
-        results.append(result.masked_fill_(top.squeeze(1) == -math.inf, -math.inf))
-    return _blocks.combined(results, x, torch.logsumexp)
+        values.sub_(top.clamp(info.min, info.max)).clamp_(min=least).exp_()  # inf - inf is no number
+        tops.append(top.squeeze(1))
+        totals.append(values.sum(1))
+    top = torch.cat(tops)
+    result = torch.cat(totals).log_().add_(top.clamp(info.min, info.max)).masked_fill_(top == -math.inf, -math.inf)
+    return (_blocks.combined([result], x, torch.logsumexp),)
 
 
 def softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tensor:
@@ -51,12 +58,15 @@ def softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tenso
     function = torch.log_softmax if logarithm else torch.softmax
     nothing = -math.inf if logarithm else 0.0
     result = torch.empty(x.shape, dtype=x.dtype)
-    bits, buffer = _blocks.Bits(x.unsqueeze(1), -math.inf), _blocks.Buffer(x.dtype, x.unsqueeze(1))
     rows = max(_blocks.BLOCK // x.shape[1], 1)
-    for source, kept, out in zip(*[torch.split(t, rows) for t in (x, mask, result)], strict=True):
-        function(bits.select(source, kept, buffer.of(source.shape)), 1, out=out)
-        lost = out[:, 0].isnan()  # NaN or infinity was met, or nothing has a weight: then all of the row is NaN
-        if lost.any():
-            weightless = torch.where(kept[lost], source[lost], -math.inf).amax(1, keepdim=True) == -math.inf
-            out[lost] = torch.where(weightless | ~kept[lost], nothing, out[lost])
+    size = min(rows * x.shape[1], x.numel())
+    away, buffer = _blocks.Removal(x, -math.inf, size), _blocks.Buffer(x.dtype, size)
+    kept = mask.view(torch.uint8)
+    for source, part, out in zip(*[torch.split(t, rows) for t in (x, kept, result)], strict=True):
+        function(away.select(source, part, buffer.of(source.shape)), 1, out=out)
+    lost = result[:, 0].isnan()  # NaN or infinity was met, or nothing has a weight: then all of the row is NaN
+    if lost.any():
+        again = _blocks.fill(x[lost].unsqueeze(1), mask[lost].unsqueeze(1), -math.inf).squeeze(1)
+        weightless = again.amax(1, keepdim=True) == -math.inf
+        result[lost] = torch.where(weightless | ~mask[lost], nothing, function(again, 1))
     return result

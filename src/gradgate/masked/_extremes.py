@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from gradgate.masked._kernels import extreme, fill, may_look
+from gradgate.masked._kernels import extreme, fill
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude, Number
+from gradgate.masked._ways import may_look
 
 __all__ = ["amax", "amin", "argmax", "argmin"]
 

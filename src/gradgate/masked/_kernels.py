@@ -1,7 +1,8 @@
 """What the functions of the room are made of, each in two ways that give the same values and gradients.
 
 Through blocks on the CPU, and through torch.where everywhere else: that way can be traced by torch.compile, torch.func
-and FakeTensorMode, other devices take it without a host sync, and small tensors take it because it is quicker for them.
+and FakeTensorMode, other devices take it without a host sync, and small tensors take it because it is quicker for them
+(`_ways.py` says who takes which).
 """
 
 from __future__ import annotations
@@ -11,61 +12,17 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gradgate._torch_compat import apply_function, has_data, is_traced
-from gradgate.masked import _blocks, _exponentials
+from gradgate._torch_compat import apply_function
+from gradgate.masked import _blocks, _exponentials, _ways
+from gradgate.masked._counting import count
 from gradgate.masked._valid import Number
+from gradgate.masked._ways import goes_by_blocks, may_look, recorded
 
-__all__ = ["counts", "extreme", "fill", "logsumexp", "may_look", "recorded", "softmax", "squares", "sums"]
+__all__ = ["counts", "extreme", "fill", "logsumexp", "softmax", "squares", "sums"]
 
-SMALL = 1 << 13  # elements: beneath it, the overhead of a piece is more than what torch.where costs
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 Dims: TypeAlias = tuple[int, ...]
-
-
-def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Tell whether tensors take the way through the blocks.
-
-    Args:
-        x: The values.
-        mask: The mask.
-
-    Returns:
-        False while something traces, on other devices, and for small tensors.
-    """
-    return (
-        x.numel() >= SMALL
-        and may_look(x, mask)
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and x.layout is torch.strided
-        and not (x.is_conj() or x.is_neg())  # their bits are not their values
-        and x.element_size() in _blocks.LANES
-    )
-
-
-def may_look(x: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Tell whether the host may look at values without making a device wait.
-
-    Args:
-        x: The values.
-        mask: The mask.
-
-    Returns:
-        True for real values on the CPU while nothing traces.
-    """
-    return not is_traced() and x.is_cpu and mask.is_cpu and has_data(x, mask)
-
-
-def recorded(x: torch.Tensor) -> bool:
-    """Tell whether autograd records what is done with x.
-
-    Args:
-        x: The values.
-
-    Returns:
-        False for certain only; forward mode and torch.func count as recording.
-    """
-    return (x.requires_grad and torch.is_grad_enabled()) or is_traced()
 
 
 def fill(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
@@ -101,7 +58,10 @@ def counts(mask: torch.Tensor, shape: torch.Size, dims: Dims, keepdim: bool) -> 
         The numbers, int64.
     """
     mask = mask if mask.shape == shape else mask.expand(shape)
-    if mask.numel() >= SMALL and may_look(mask, mask):
+    if mask.numel() >= _ways.SMALL and may_look(mask, mask):
+        found = count(_grouped(mask, dims)) if mask.numel() > _blocks.BLOCK else None
+        if found is not None:
+            return _shaped(found, mask, dims, keepdim)
         # Bytes are added much quicker than bools, and 32 bits quicker than 64.
         return mask.view(torch.uint8).sum(dims, keepdim=keepdim, dtype=torch.int32).long()
     return mask.sum(dims, keepdim=keepdim)
@@ -123,7 +83,11 @@ def sums(
         The sums, in float32 for halves, and the numbers; without them, the sums again.
     """
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
-        grouped = _grouped(x, dims), _grouped(mask if mask.shape == x.shape else mask.expand(x.shape), dims)
+        mask = mask if mask.shape == x.shape else mask.expand(x.shape)
+        if len(dims) == x.dim() and not keepdim and x.element_size() > 2 and not recorded(x):
+            flat = (x, mask) if len(dims) == 1 else (x.reshape(-1), mask.reshape(-1))
+            return _blocks.total_of(*flat, counted)
+        grouped = _grouped(x, dims), _grouped(mask, dims)
         total, number = apply_function(_Sums, *grouped, counted) if recorded(x) else _blocks.sums(*grouped, counted)
         total = _shaped(total, x, dims, keepdim)
         return total, _shaped(number, x, dims, keepdim) if counted else total

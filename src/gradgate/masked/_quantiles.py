@@ -11,9 +11,10 @@ import torch
 from gradgate._names import describe, listed
 from gradgate._torch_compat import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.masked._kernels import counts, fill, may_look, recorded, sums
+from gradgate.masked._kernels import counts, fill, sums
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
+from gradgate.masked._ways import may_look, recorded
 
 __all__ = ["median", "quantile"]
 

@@ -9,6 +9,7 @@ import torch
 from gradgate.masked._kernels import sums
 from gradgate.masked._slices import Dim, Empty, slices_of
 from gradgate.masked._valid import Exclude
+from gradgate.masked._ways import nowhere_empty
 
 __all__ = ["count", "cumsum", "mean", "prod", "sum"]
 
@@ -51,7 +52,8 @@ def sum(
     if slices.mask is None or not slices.x.is_floating_point():
         return slices.settle(slices.filled(0).sum(slices.dims, keepdim=keepdim, dtype=dtype), natural=0)
     result, number = sums(slices.x, slices.mask, slices.dims, keepdim, counted=empty is not ...)
-    return slices.settle(result.to(slices.x.dtype), natural=0, number=number)
+    result = result if result.dtype is slices.x.dtype else result.to(slices.x.dtype)
+    return slices.settle(result, natural=0, number=number)
 
 
 def prod(
@@ -135,9 +137,11 @@ def mean(
     if slices.mask is None:
         return slices.settle(slices.x.mean(slices.dims, keepdim=keepdim), natural=math.nan)
     total, number = sums(slices.x, slices.mask, slices.dims, keepdim)
+    settled = nowhere_empty(number)
     # Not 0 / 0: where nothing is kept, that would send NaN back to whoever differentiates twice.
-    result = (total / number.clamp(min=1)).to(slices.x.dtype)
-    return slices.settle(result, number=number)
+    result = total / (number if settled else number.clamp(min=1))
+    result = result if result.dtype is slices.x.dtype else result.to(slices.x.dtype)
+    return slices.settle(result, natural=math.nan if settled else None, number=number)
 
 
 def count(

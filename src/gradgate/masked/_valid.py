@@ -67,15 +67,14 @@ def mask_of(
     """
     check_tensor(x, name="x", function=function)
     mask = None if keep is None else check_keep(keep, x, function=function)
-    for matched in _matches(x.detach(), exclude, function):
-        mask = ~matched if mask is None else mask & ~matched
+    if exclude is not None:
+        for matched in _matches(x.detach(), exclude, function):
+            mask = ~matched if mask is None else mask & ~matched
     return mask
 
 
 def _matches(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch.Tensor]:
     """Say for each excluded value that the dtype can hold where it is."""
-    if exclude is None:
-        return
     if isinstance(exclude, torch.Tensor):
         for element in exclude.detach().reshape(-1).unbind():
             yield _matches_tensor(x, element)
