@@ -4,13 +4,13 @@ import type { Layer, Norm } from "./data";
 import { empty, h, roving, section } from "./dom";
 import { plural, short, visible } from "./format";
 
-const ROWS = 28;
+const ROWS = 12;
 const STEPS = 8;
 const MOST = 6000;
 
-/** Cut names short so far that few enough different ones are left. */
+/** One strip for each part of the model, as deep as few enough are left; all in one where the model has no parts. */
 function groups(layers: Layer[]): Map<string, Layer[]> {
-  let best = new Map<string, Layer[]>();
+  let best = new Map([["", layers]]);
   for (let depth = 1; depth <= 12; depth++) {
     const found = new Map<string, Layer[]>();
     for (const layer of layers) {
@@ -20,8 +20,7 @@ function groups(layers: Layer[]): Map<string, Layer[]> {
       if (group) group.push(layer);
       else found.set(key, [layer]);
     }
-    if (depth > 1 && found.size > ROWS) break;
-    if (depth > 1 && found.size === best.size) break;
+    if (found.size > ROWS) break;
     best = found;
   }
   return best;

@@ -12,7 +12,7 @@ function part(one: Part): HTMLElement {
   const shape = one.shape ? ` ${one.dtype} ${one.shape.length ? one.shape.join("×") : "scalar"}` : "";
   const head = h("p", { class: "part-head" }, h("code", {}, visible(one.path || "sample")), h("span", { class: "note" }, shape));
   if (one.kind === "picture") return h("figure", { class: "part" }, head, picture(one), h("figcaption", { class: "note" }, range(one)));
-  if (one.kind === "numbers") return h("div", { class: "part" }, head, numbers(one), h("p", { class: "note" }, range(one)));
+  if (one.kind === "numbers") return h("div", { class: "part" }, head, numbers(one), (one.values ?? []).length > 1 ? h("p", { class: "note" }, range(one)) : null);
   return h("div", { class: "part" }, head, h("p", { class: "mono" }, visible(one.text ?? "")));
 }
 
@@ -26,6 +26,7 @@ function range(one: Part): string {
 function numbers(one: Part): HTMLElement {
   const values = one.values ?? [];
   const total = (one.shape ?? []).reduce((product, size) => product * size, 1);
+  if (total === 1 && values.length === 1) return h("p", { class: typeof values[0] === "string" ? "mono nonfinite" : "mono" }, short(values[0]));
   const cells = values.map((value) => h("span", { class: typeof value === "string" ? "value nonfinite" : "value" }, short(value)));
   return h("div", { class: "values" }, ...cells, total > values.length ? h("span", { class: "note" }, `… ${count(total - values.length)} more`) : null);
 }

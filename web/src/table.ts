@@ -14,6 +14,8 @@ const COLUMNS: [Column, string][] = [
   ["what", "What"],
   ["where", "Where"],
 ];
+/** Of these the end says most, so it is the beginning that is cut. */
+const FROM_THE_END = new Set<Column>(["sample", "where"]);
 const BEYOND = 6;
 const ON_PAPER = 100;
 
@@ -122,7 +124,7 @@ export class IncidentTable {
     const element = h(
       "div",
       { class: `row${at === this.current ? " current" : ""}${id === this.opened ? " opened" : ""}`, role: "row", "aria-rowindex": at + 2, "data-at": at },
-      ...COLUMNS.map(([column]) => h("div", { class: `cell ${column}`, role: "cell" }, visible(cells[column].slice(0, 300)))),
+      ...COLUMNS.map(([column]) => h("div", { class: `cell ${column}`, role: "cell" }, FROM_THE_END.has(column) ? h("bdi", {}, visible(cells[column])) : visible(cells[column].slice(0, 300)))),
     );
     if (top !== null) element.style.top = `${top}px`;
     return element;

@@ -32,8 +32,8 @@ let chosen = remembered();
 
 export function themeButton(): HTMLButtonElement {
   const button = h("button", { type: "button", class: "quiet", id: "theme" });
-  const apply = (): void => {
-    const theme = chosen === "dark" || chosen === "light" ? chosen : system.matches ? "dark" : "light";
+  const apply = (printing = false): void => {
+    const theme = printing ? "light" : chosen === "dark" || chosen === "light" ? chosen : system.matches ? "dark" : "light";
     document.documentElement.dataset.theme = theme;
     const other = theme === "dark" ? "light" : "dark";
     button.textContent = other === "dark" ? "Dark" : "Light";
@@ -45,7 +45,9 @@ export function themeButton(): HTMLButtonElement {
     remember(chosen);
     apply();
   });
-  system.addEventListener("change", apply);
+  system.addEventListener("change", () => apply());
+  addEventListener("beforeprint", () => apply(true));
+  addEventListener("afterprint", () => apply());
   apply();
   return button;
 }

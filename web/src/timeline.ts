@@ -54,6 +54,18 @@ function binned(incidents: Incidents, axis: Axis, group: Int32Array, groups: num
   return { centres: Array.from({ length: bins }, (_, bin) => low + bin * width + middle), width, counts };
 }
 
+/** 09:30, with the date under the first one of a day. */
+function clockTimes(_: uPlot, splits: number[], __: number, ___: number, step: number): string[] {
+  let day = "";
+  return splits.map((split) => {
+    const [date, clock] = moment(split * 1000).split(" ") as [string, string];
+    const label = step >= 86400 ? date.slice(5) : step < 60 ? clock : clock.slice(0, 5);
+    const first = date !== day;
+    day = date;
+    return step < 86400 && first ? `${label}\n${date}` : label;
+  });
+}
+
 export class Timeline {
   readonly element: HTMLElement;
   private readonly chart = h("div", { class: "chart", role: "img" });
@@ -117,7 +129,7 @@ export class Timeline {
       cursor: { drag: { x: true, y: false, setScale: false }, points: { show: false }, y: false },
       scales: { x: { time: this.axis === "time", range: [xs[0]! - half, xs[xs.length - 1]! + half] }, y: { range: (_, __, high) => [0, Math.max(1, high * 1.05)] } },
       axes: [
-        { ...axis, grid: { show: false }, space: 80 },
+        { ...axis, grid: { show: false }, space: 80, ...(this.axis === "time" ? { values: clockTimes } : {}) },
         { ...axis, grid: { stroke: shade("--line"), width: 1 }, size: 48, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
       ],
       series: [

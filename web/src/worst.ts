@@ -29,7 +29,7 @@ export function worstSection(selection: Selection, show: () => void): HTMLElemen
     const button = h(
       "button",
       { type: "button", class: "worst-entry", title: `Show the incidents of ${visible(sample)}` },
-      h("span", { class: "mono clip worst-name" }, visible(sample)),
+      h("span", { class: "mono clip from-the-end" }, h("bdi", {}, visible(sample))),
       h("span", { class: "note clip" }, [...(causes.get(place) ?? [])].join(", "), badSamples.has(place) ? "" : " · released or transient"),
       bar,
       h("span", { class: "number" }, count(counts[place]!)),

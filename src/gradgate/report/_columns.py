@@ -41,21 +41,21 @@ def numbers(values: Iterable[float | None]) -> dict[str, Any]:
 
     Examples:
         >>> numbers([0.123456789, float("nan"), None])
-        {'numbers': [0.123457, 'nan', None]}
+        {'numbers': [0.1235, 'nan', None]}
     """
     return {"numbers": [number(value) for value in values]}
 
 
 def number(value: float | None) -> float | str | None:
-    """Give a number with six digits; what JSON does not have becomes text.
+    """Give a number with four digits; what JSON does not have becomes text.
 
     Examples:
         >>> number(float("-inf")), number(1 / 3)
-        ('-inf', 0.333333)
+        ('-inf', 0.3333)
     """
     if value is None:
         return None
-    return float(f"{value:.6g}") if math.isfinite(value) else str(float(value))
+    return float(f"{value:.4g}") if math.isfinite(value) else str(float(value))
 
 
 def plain(value: Any) -> Any:

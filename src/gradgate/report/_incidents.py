@@ -18,7 +18,7 @@ __all__ = ["LIMIT", "gather"]
 LIMIT = 200_000
 """How many incidents a page holds, the newest ones; beyond, browsers become slow. The counts are of all."""
 
-_TEXT = 4_000_000
+_TEXT = 3_000_000
 """How many characters the different messages may have together before they are cut, and the details likewise."""
 
 _SHORTEST_NAME = 8

@@ -134,7 +134,7 @@ def pack(ledger: Book | None, diagnosis: Mapping[str, Any] | None, *, name: str 
         "ledger": None if ledger is None else gather(ledger, name),
         "diagnosis": None if diagnosis is None else plain(dict(diagnosis)),
     }
-    return zlib.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), 9)
+    return zlib.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), 6)
 
 
 def assemble(data: str, *, title: str, live: bool = False) -> str:

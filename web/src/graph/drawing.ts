@@ -23,12 +23,14 @@ function thickness(placed: Placed): (norm: Norm) => number {
 export function draw(placed: Placed, bad: number[]): SVGSVGElement {
   const inBadPath = new Set(bad);
   const thick = thickness(placed);
+  const frames = placed.frames.slice().sort((a, b) => b.width * b.height - a.width * a.height);
   return svg(
     "svg",
     { viewBox: `0 0 ${placed.width} ${placed.height}`, class: "graph", role: "group", "aria-label": "Modules and the gradient between them" },
     definitions(),
-    svg("g", {}, ...placed.frames.slice().sort((a, b) => b.width * b.height - a.width * a.height).map(frame)),
+    svg("g", {}, ...frames.map(({ x, y, width, height }) => svg("rect", { x: x - width / 2, y: y - height / 2, width, height, rx: 10, class: "frame" }))),
     svg("g", {}, ...placed.lines.map((line) => drawLine(line, thick))),
+    svg("g", {}, ...frames.map(frameTitle)),
     svg("g", {}, ...placed.boxes.map((box) => drawBox(box, inBadPath.has(box.id), bad[0] === box.id))),
   );
 }
@@ -46,16 +48,10 @@ function definitions(): SVGDefsElement {
   );
 }
 
-function frame(one: Placed["frames"][number]): SVGGElement {
+function frameTitle(one: Placed["frames"][number]): SVGTextElement {
   const { x, y, width, height } = one;
-  const left = x - width / 2;
-  const top = y - height / 2;
-  return svg(
-    "g",
-    { class: "frame" },
-    svg("rect", { x: left, y: top, width, height, rx: 10 }),
-    svg("text", { x: left + 10, y: top + 16, tabindex: -1, role: "button", "data-frame": one.id, "aria-label": `Close ${visible(one.title)}` }, clip(one.title, Math.max(6, (width - 30) / 7)), svg("tspan", { class: "close-sign" }, " −")),
-  );
+  const label = `${clip(one.title, Math.max(6, (width - 30) / 7))} −`;
+  return svg("text", { x: x - width / 2 + 9, y: y - height / 2 + 15, class: "frame-title", role: "button", "data-frame": one.id, "aria-label": `Close ${visible(one.title)}` }, label);
 }
 
 function drawLine(line: Placed["lines"][number], thick: (norm: Norm) => number): SVGGElement {

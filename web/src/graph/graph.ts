@@ -5,9 +5,9 @@ import { h, section } from "../dom";
 import { count, plural, short, visible } from "../format";
 import { draw, stateWords } from "./drawing";
 import { Grouping, INPUT, LOSS, type Box } from "./grouping";
-import { place, type Placed } from "./layout";
+import { place, scaleFor, type Placed } from "./layout";
 
-const AT_FIRST = 30;
+const AT_FIRST = 12;
 const MOST = 400;
 
 export class GraphSection {
@@ -45,7 +45,7 @@ export class GraphSection {
       "div",
       { class: "segmented", role: "group", "aria-label": "Size" },
       button("−", "Smaller", () => this.scale(1 / 1.25)),
-      button("Fit", "Fit the width", () => this.scale(0)),
+      button("Fit", "Fit", () => this.scale(0)),
       button("+", "Larger", () => this.scale(1.25)),
     );
     return h("div", { class: "controls" }, h("div", { class: "control" }, depths && h("span", { class: "note" }, "Depth"), depths), h("div", { class: "control" }, h("span", { class: "note" }, "Size"), zooms));
@@ -53,7 +53,7 @@ export class GraphSection {
 
   draw(): void {
     const inside = this.canvas.contains(document.activeElement);
-    this.placed = place(this.grouping);
+    this.placed = place(this.grouping, this.room());
     const picture = draw(this.placed, this.grouping.badPath());
     this.canvas.replaceChildren(picture);
     this.depth.textContent = `${this.level} of ${this.grouping.deepest}`;
@@ -66,18 +66,23 @@ export class GraphSection {
   private size(): void {
     const picture = this.canvas.querySelector("svg");
     if (!picture || !this.placed) return;
-    const room = this.canvas.clientWidth - 2;
-    const fit = Math.min(1, Math.max(0.45, room / this.placed.width));
-    const zoom = this.zoom || fit;
+    const zoom = this.zoom || this.fit();
     picture.style.width = `${this.placed.width * zoom}px`;
     picture.style.height = `${this.placed.height * zoom}px`;
   }
 
   private scale(factor: number): void {
-    const room = this.canvas.clientWidth - 2;
-    const now = this.zoom || Math.min(1, room / (this.placed?.width ?? room));
-    this.zoom = factor === 0 ? 0 : Math.min(3, Math.max(0.2, now * factor));
+    this.zoom = factor === 0 ? 0 : Math.min(3, Math.max(0.15, (this.zoom || this.fit()) * factor));
     this.size();
+  }
+
+  private room(): { width: number; height: number } {
+    return { width: this.canvas.clientWidth - 2, height: 650 };
+  }
+
+  /** As large as can be seen as a whole, but never so small that it cannot be read. */
+  private fit(): number {
+    return this.placed ? Math.max(0.6, scaleFor(this.placed, this.room())) : 1;
   }
 
   private deepen(step: number): void {

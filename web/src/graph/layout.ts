@@ -31,13 +31,25 @@ export function labelOf(line: Line): string {
   return (first.where ?? first.code) + (line.cuts.length > 1 ? ` +${line.cuts.length - 1}` : "");
 }
 
-export function place(grouping: Grouping): Placed {
+/** Down or across the screen: whichever can be seen larger. */
+export function place(grouping: Grouping, room: { width: number; height: number }): Placed {
+  const down = arrange(grouping, "TB");
+  const across = arrange(grouping, "LR");
+  return scaleFor(across, room) > scaleFor(down, room) ? across : down;
+}
+
+/** How large it can be drawn to be seen as a whole. */
+export function scaleFor(placed: Placed, room: { width: number; height: number }): number {
+  return Math.min(1, room.width / placed.width, room.height / placed.height);
+}
+
+function arrange(grouping: Grouping, direction: "TB" | "LR"): Placed {
   const boxes = grouping.boxes();
   const lines = grouping.lines();
   const shown = new Set(boxes.map((box) => box.id));
   const framed = framesOf(grouping, boxes);
   const graph = new dagre.graphlib.Graph({ compound: framed.size > 0, multigraph: false, directed: true });
-  graph.setGraph({ rankdir: "TB", nodesep: 26, ranksep: 34, marginx: 16, marginy: 16, edgesep: 14 });
+  graph.setGraph({ rankdir: direction, nodesep: 26, ranksep: 34, marginx: 16, marginy: 16, edgesep: 14 });
   graph.setDefaultEdgeLabel(() => ({}));
   for (const id of framed) graph.setNode(`frame ${id}`, { paddingTop: 24 });
   for (const id of framed) {
