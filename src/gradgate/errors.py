@@ -12,6 +12,7 @@ The tree::
     |-- BadStepError             (ArithmeticError)   a step would have written NaN or Inf into the weights
     |-- FrozenMovedError         (AssertionError)   a frozen value is not what it was
     |-- TooManyBadSamples        (RuntimeError)     the guard refuses to go on
+    |-- OtherRankError           (RuntimeError)     another process of the training failed or is gone
     `-- LedgerError              (OSError)          the ledger cannot be read or written
     GradgateWarning              (UserWarning)
     |-- BadStepWarning                              a step with NaN or Inf gradients
@@ -42,6 +43,7 @@ __all__ = [
     "LedgerWarning",
     "NothingKeptError",
     "NothingMatchedError",
+    "OtherRankError",
     "TooManyBadSamples",
 ]
 
@@ -130,6 +132,10 @@ class TooManyBadSamples(GradgateError, RuntimeError):
     def __init__(self, what: str, *, why: str = "", fix: str = "", incidents: Sequence[Incident] = ()) -> None:
         super().__init__(what, why=why, fix=fix)
         self.incidents: tuple[Incident, ...] = tuple(incidents)
+
+
+class OtherRankError(GradgateError, RuntimeError):
+    """Another process of the training failed, or is gone; this one cannot make the step without it."""
 
 
 class LedgerError(GradgateError, OSError):

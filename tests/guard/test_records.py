@@ -113,11 +113,16 @@ def test_payloads_reach_the_ledger(model, tmp_path):
     assert decode(gg.Ledger(tmp_path / "run.ledger").payload_of(incident.id)).shape == (1, 3)
 
 
-def test_what_was_refused_is_not_written_down(model):
+@pytest.mark.parametrize("limit", [{"max_bad": 0.1}, {"patience": 1}], ids=str)
+def test_what_was_refused_is_written_down_and_marked(model, tmp_path, limit):
     sink = Sink()
-    with pytest.raises(gg.TooManyBadSamples):
-        gg.Guard(model, sink=sink, max_bad=0.1).step(spoilt(6, 1, 2), loss_of(model))
-    assert sink.incidents == []
+    guard = gg.Guard(model, tmp_path / "run.ledger", sink=sink, **limit)
+    with pytest.raises(gg.TooManyBadSamples) as caught:
+        guard.step(spoilt(6, 1, 2), loss_of(model), ids=list("abcdef"))
+    assert sink.incidents == list(caught.value.incidents)
+    assert [(one.sample_id, one.details["refused"]) for one in sink.incidents] == [("b", True), ("c", True)]
+    assert {one.sample_id for one in gg.Ledger(tmp_path / "run.ledger").incidents()} == {"b", "c"}
+    assert guard.summary().dropped == 0  # nothing was dropped: there was no step
 
 
 def test_a_fault_that_does_not_come_again_is_nobodys(model):

@@ -19,27 +19,12 @@ def checked_modules(model: Any) -> list[torch.nn.Module]:
     """Give the modules to guard as a list."""
     modules = [model] if isinstance(model, torch.nn.Module) else list(model) if isinstance(model, Iterable) else []
     if modules and all(isinstance(module, torch.nn.Module) for module in modules):
-        _refuse_wrappers(modules)
         return modules
     raise ArgumentTypeError(
         f"Guard(): `model` is {describe(model)}.",
         why="the guard puts back the buffers and gradients of the modules that a step runs.",
         fix="gg.Guard(model)   # or gg.Guard([encoder, head])",
     )
-
-
-def _refuse_wrappers(modules: list[torch.nn.Module]) -> None:
-    """Refuse models whose forward or backward waits for other processes."""
-    for module in modules:
-        # FSDP2 gives every module that it shards this method.
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel) or any(
-            hasattr(part, "set_requires_gradient_sync") for part in module.modules()
-        ):
-            raise ArgumentTypeError(
-                f"Guard(): `model` is shared between processes ({type(module).__name__}).",
-                why="after a fault one process would try again alone, while the others wait for it in a collective.",
-                fix="gg.resilient(loader) and gg.losses.ExactMean(model)   # work with several processes today",
-            )
 
 
 def checked_catch(catch: Any) -> Catch:

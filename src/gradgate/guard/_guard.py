@@ -6,22 +6,24 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from gradgate._snapshot import capture
 from gradgate._torch_compat import tree_flatten, tree_unflatten
 from gradgate.errors import TooManyBadSamples
-from gradgate.guard._agreement import Agreement, Alone
+from gradgate.guard._agreement import Alone
 from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
 from gradgate.guard._batches import BatchReader, Ids, Select, batch_dim_of, index_of
+from gradgate.guard._company import agreement_of, unwrapped
 from gradgate.guard._finite import FiniteCheck
-from gradgate.guard._incidents import Recorder
+from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
+from gradgate.guard._judging import refuse_row, refuse_share, refused
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
 from gradgate.guard._result import Step, Summary
+from gradgate.guard._shared_step import SharedStep
 from gradgate.guard._state import TrainingState
-from gradgate.guard._tables import incident_table
 from gradgate.guard._tally import Tally
 from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
 from gradgate.ledger import Ledger
@@ -41,8 +43,11 @@ class Guard:
     A fault of the code is no sample's: if every sample fails, the exception is raised as it was, and everything is
     as it was before the step. Interrupts, exits, missing memory and device-side asserts always pass.
 
+    With a model in DistributedDataParallel or FSDP2 (`fully_shard`), every rank makes the same step: the gradients are
+    those of the mean over the good samples of all ranks, whatever happens on one of them.
+
     Args:
-        model: The module that is trained, or several.
+        model: The module that is trained, or several; with its wrapper, where ranks share it.
         ledger: Where dropped samples are written down: a path, or a `Ledger`.
         catch: The exceptions that may be blamed on samples.
         max_bad: The share of a batch that may be bad.
@@ -57,7 +62,8 @@ class Guard:
         run: The name of the run in incidents.
 
     Raises:
-        ArgumentTypeError: The model is no module, `catch` holds no exceptions, or the sink cannot take incidents.
+        ArgumentTypeError: The model is no module, or one that ranks share in a way that is not supported; `catch` holds
+            no exceptions; or the sink cannot take incidents.
         ArgumentValueError: A number is out of range.
         LedgerError: The ledger cannot be opened.
 
@@ -89,10 +95,18 @@ class Guard:
     ) -> None:
         check_numbers(max_bad=max_bad, patience=patience, batch_dim=batch_dim, min_kept=min_kept)
         check_sink(sink)
-        self._modules = checked_modules(model)
+        given = checked_modules(model)
+        self._modules = list(map(unwrapped, given))
         self._catch = checked_catch(catch)
+        self._state = TrainingState(self._modules)
+        self._agreement = agreement_of(given, self._state)
+        self._closed: str | os.PathLike[str] | None = None
         if isinstance(ledger, str | os.PathLike):
-            ledger = Ledger(ledger, payload=payload)
+            # Where ranks share a model, the first of them writes for all.
+            if isinstance(self._agreement, Alone) or self._agreement.rank == 0:
+                ledger = Ledger(ledger, payload=payload)
+            else:
+                self._closed, ledger = ledger, None
         self._sinks: list[Sink] = [taker for taker in (ledger, sink) if taker is not None]
         self.max_bad = max_bad
         self.patience = patience
@@ -102,11 +116,11 @@ class Guard:
         """The epoch that incidents are written down with; set it at the start of each."""
         self.run = run or (ledger.run if ledger is not None else uuid.uuid4().hex[:12])
         self._reader = BatchReader(batch_dim, select, count)
-        self._state = TrainingState(self._modules)
         self._check = FiniteCheck()
-        self._agreement: Agreement = Alone()
         self._tally = Tally()
         self._first = True
+        self._wishes: Wishes | None = None
+        self._more = self._others_have_more = False
 
     def step(
         self,
@@ -135,12 +149,15 @@ class Guard:
         Raises:
             TooManyBadSamples: More than `max_bad` of the batch is bad, it is the `patience`-th bad step in a row, or
                 no sample can be blamed for a value that is not finite. Everything is as before the step.
+            OtherRankError: Another rank of the training raised something, or cannot be reached.
             ArgumentTypeError: The batch or what the loss function gave cannot be used.
             ArgumentValueError: Parts of the batch, or the ids, do not fit together.
         """
-        size = self._reader.count(batch, ids)
         if scaler is not None and not scaler.is_enabled():
             scaler = None
+        if not isinstance(self._agreement, Alone):
+            return SharedStep(self, self._agreement, batch, ids).run(loss_fn, scaler)
+        size = self._reader.count(batch, ids)
         trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler)
         if self._first:
             trial.before_backward = self._look_around
@@ -182,7 +199,14 @@ class Guard:
         """
         size = self._reader.count(batch, ids)
         trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
-        outcome, recovered, _ = self._guarded(trial, batch, size, ids)
+        if isinstance(self._agreement, Alone):
+            outcome, recovered, _ = self._guarded(trial, batch, size, ids)
+        else:
+            if self._closed is not None:
+                self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
+                self._closed = None
+            with self._agreement.apart(training=False):
+                outcome, recovered, _ = self._guarded(trial, batch, size, ids)
         self._state.add_earlier_gradients()
         leaves, form = tree_flatten(outcome.value)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
@@ -247,7 +271,36 @@ class Guard:
     def _recover(
         self, trial: Trial, failed: Outcome, batch: Any, size: int, ids: Ids | None
     ) -> tuple[Recovered, tuple[Incident, ...]]:
-        assert failed.fault is not None
+        recorder = self._recorder(failed, batch, size, ids)
+        wishes = Wishes.of(self._sinks, self.payload)
+        snapshot = self._snapshot(wishes)
+
+        def refuse(dropped: Sequence[Dropped]) -> None:
+            if len(dropped) > self.max_bad * size:
+                refuse_share(refused(recorder.dropped(dropped)), len(dropped), size, self.max_bad)
+
+        def record(incidents: tuple[Incident, ...]) -> None:
+            log(incidents)
+            samples = None if wishes.payload is None else recorder.samples(incidents, wishes.payload)
+            hand_over(incidents, self._sinks, samples, snapshot, payload=self.payload)
+
+        try:
+            recovered = self._search(trial, failed, batch, size, refuse)
+            dropped = recorder.dropped(recovered.dropped)
+            if dropped and trial.walks_back:
+                self._tally.in_a_row += 1
+                if self._tally.in_a_row >= self.patience:
+                    refuse_row(refused(dropped), self._tally.in_a_row, self.patience)
+        except TooManyBadSamples as too_many:
+            if too_many.incidents:
+                record(too_many.incidents)
+            raise
+        incidents = dropped + recorder.transient(recovered.transient)
+        self._tally.add_incidents(incidents)
+        record(incidents)
+        return recovered, incidents
+
+    def _recorder(self, failed: Outcome, batch: Any, size: int, ids: Ids | None) -> Recorder:
         common = {
             "run": self.run,
             "step": self._tally.steps,
@@ -255,18 +308,17 @@ class Guard:
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
         }
-        recorder = Recorder(self._modules, self._reader, batch, size, ids, failed.per_sample, common)
+        return Recorder(self._modules, self._reader, batch, size, ids, failed.per_sample, common)
 
-        def refuse(dropped: Sequence[Dropped]) -> None:
-            bad, total = self._agreement.total(len(dropped), size)
-            if bad > self.max_bad * total:
-                self._refuse_share(recorder.dropped(dropped), bad, total)
-
-        snapshot = self._snapshot()
+    def _search(
+        self, trial: Trial, failed: Outcome, batch: Any, size: int, refuse: Callable[[Sequence[Dropped]], None]
+    ) -> Recovered:
+        """Find out who is to blame for a failed try, and make it without them."""
+        assert failed.fault is not None
         probe = trial
         if isinstance(trial, LossTrial) and trial.scaler is not None:
             probe = LossTrial(trial.function, self._state, self._check, self._catch)
-        recovered = Recovery(
+        return Recovery(
             trial=trial,
             probe=probe,
             state=self._state,
@@ -276,41 +328,16 @@ class Guard:
             compiled="torch._dynamo" in sys.modules,
             min_kept=self.min_kept,
             refuse=refuse,
+            with_others=trial.walks_back and not isinstance(self._agreement, Alone),
         ).run(failed.fault)
-        dropped = recorder.dropped(recovered.dropped)
-        if dropped and trial.walks_back:
-            self._tally.in_a_row += 1
-            self._refuse_row(dropped)
-        incidents = dropped + recorder.transient(recovered.transient)
-        self._tally.add_incidents(incidents)
-        recorder.record(incidents, self._sinks, payload=self.payload, snapshot=snapshot)
-        return recovered, incidents
 
-    def _snapshot(self) -> bytes | None:
-        """Take weights, buffers and random state as they were before the step, if a ledger wants to have them."""
-        limits = [sink.snapshot_limit for sink in self._sinks if isinstance(sink, Ledger) and sink.snapshot]
-        if not limits:
+    def _snapshot(self, wishes: Wishes) -> bytes | None:
+        """Take weights, buffers and random state as they were before the step, if somebody wants to have them."""
+        if wishes.snapshot is None:
             return None
         self._state.restore()
         model = self._modules[0] if len(self._modules) == 1 else torch.nn.ModuleList(self._modules)
-        return capture(model, limit=max(limits))
-
-    def _refuse_share(self, incidents: tuple[Incident, ...], bad: int, total: int) -> NoReturn:
-        raise TooManyBadSamples(
-            f"Guard: {bad} of {total} samples are bad:\n{incident_table(incidents)}",
-            why=f"more than max_bad={self.max_bad:g} of a batch points to the code or the weights.",
-            fix="gg.Guard(model, max_bad=...)   # if so many bad samples are to be expected",
-            incidents=incidents,
-        )
-
-    def _refuse_row(self, incidents: tuple[Incident, ...]) -> None:
-        if self._tally.in_a_row >= self.patience:
-            raise TooManyBadSamples(
-                f"Guard: {self._tally.in_a_row} steps in a row had bad samples, lastly:\n{incident_table(incidents)}",
-                why=f"patience={self.patience} bad steps in a row point to something that does not pass by itself.",
-                fix="gg.Guard(model, patience=...)   # if bad samples are to be expected in every step",
-                incidents=incidents,
-            )
+        return capture(model, limit=wishes.snapshot)
 
     def _look_around(self, loss: torch.Tensor) -> None:
         """Take in, at the first step, parameters that are trained although no guarded module owns them."""

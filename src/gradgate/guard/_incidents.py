@@ -18,9 +18,69 @@ from gradgate.guard._tables import incident_line
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "Wishes", "hand_over", "log"]
 
 LOG = logging.getLogger("gradgate")
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What those who keep incidents want besides.
+
+    Attributes:
+        payload: How many bytes a sample may have; None if samples are not wanted.
+        snapshot: How many bytes weights and random state may have; None if they are not wanted.
+    """
+
+    payload: int | None
+    snapshot: int | None
+
+    @classmethod
+    def of(cls, sinks: Sequence[Sink], payload: bool) -> Wishes:
+        """Ask those who keep incidents.
+
+        Args:
+            sinks: They.
+            payload: Whether all of them get samples.
+        """
+        ledgers = [sink for sink in sinks if isinstance(sink, Ledger)]
+        samples = [ledger.payload_limit for ledger in ledgers if payload or ledger.payload]
+        if payload and len(ledgers) < len(sinks):
+            samples.append(LIMIT)
+        weights = [ledger.snapshot_limit for ledger in ledgers if ledger.snapshot]
+        return cls(max(samples, default=None), max(weights, default=None))
+
+
+def log(incidents: Iterable[Incident]) -> None:
+    """Write incidents to the log, one line each."""
+    if LOG.isEnabledFor(logging.WARNING):
+        for incident in incidents:
+            LOG.warning("%s", incident_line(incident))
+
+
+def hand_over(
+    incidents: Sequence[Incident],
+    sinks: Iterable[Sink],
+    samples: dict[str, bytes] | None,
+    snapshot: bytes | None,
+    *,
+    payload: bool,
+) -> None:
+    """Hand incidents to those who keep them.
+
+    Args:
+        incidents: The incidents of one step.
+        sinks: Who keeps them.
+        samples: The samples themselves, for those who want them.
+        snapshot: Weights and random state, for those who want them.
+        payload: Whether those that are no ledgers want samples.
+    """
+    for sink in sinks:
+        if isinstance(sink, Ledger):
+            wanted = samples if payload or sink.payload else None
+            sink.record_many(incidents, wanted, snapshot=snapshot if sink.snapshot else None)
+        else:
+            sink.record_many(incidents, samples if payload else None)
 
 
 @dataclass
@@ -68,22 +128,16 @@ class Recorder:
             for fault in faults
         )
 
-    def record(
-        self, incidents: Sequence[Incident], sinks: Iterable[Sink], *, payload: bool, snapshot: bytes | None
-    ) -> None:
-        """Write incidents to the log and hand them to the sinks, with the samples and the state if asked."""
-        if LOG.isEnabledFor(logging.WARNING):
-            for incident in incidents:
-                LOG.warning("%s", incident_line(incident))
-        for sink in sinks:
-            if isinstance(sink, Ledger):
-                samples = self._samples(incidents, sink.payload_limit) if payload or sink.payload else None
-                sink.record_many(incidents, samples, snapshot=snapshot if sink.snapshot else None)
-            else:
-                sink.record_many(incidents, self._samples(incidents, LIMIT) if payload else None)
+    def samples(self, incidents: Sequence[Incident], limit: int) -> dict[str, bytes] | None:
+        """Give the samples themselves as bytes.
 
-    def _samples(self, incidents: Sequence[Incident], limit: int) -> dict[str, bytes] | None:
-        """Give the samples themselves as bytes, by the incidents' ids."""
+        Args:
+            incidents: Whose samples.
+            limit: How many bytes one may have.
+
+        Returns:
+            The samples by the incidents' ids; None if there are none.
+        """
         rows = {incident.id: incident.row for incident in incidents if incident.row is not None}
         return {
             name: encode(self.reader.select(self.batch, [row], self.size), limit=limit) for name, row in rows.items()

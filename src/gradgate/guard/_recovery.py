@@ -39,6 +39,8 @@ class Recovered:
         dropped: The rows that are to blame.
         transient: A fault that did not come again.
         reasons: Why the result may not be exact.
+        whole: The fault that every sample has; others may have samples without it.
+        evidence: What speaks for that.
     """
 
     outcome: Outcome | None
@@ -46,6 +48,8 @@ class Recovered:
     dropped: list[Dropped]
     transient: list[Fault] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    whole: Fault | None = None
+    evidence: str = ""
 
 
 @dataclass
@@ -62,6 +66,7 @@ class Recovery:
         compiled: Whether something compiled may run.
         min_kept: With fewer rows left than this, nothing is tried.
         refuse: Called with everything that is dropped so far; raises if that is too much.
+        with_others: Whether other processes have samples too, so that not all is lost if every sample here fails.
     """
 
     trial: Trial
@@ -73,6 +78,7 @@ class Recovery:
     compiled: bool
     min_kept: int
     refuse: Callable[[Sequence[Dropped]], None]
+    with_others: bool = False
 
     def run(self, fault: Fault) -> Recovered:
         """Find who is to blame for a fault, and make the step without them.
@@ -114,6 +120,8 @@ class Recovery:
                 if outcome.fault is None:
                     result.transient.append(fault)
             else:
+                if not found.blames and found.everyone and self.with_others:
+                    return self._drop_all(result, fault, found)
                 if not found.blames:
                     self._raise(fault, result, _explained(found, len(result.kept)))
                 new = _dropped(found, result.kept)
@@ -171,6 +179,16 @@ class Recovery:
         result.reasons.append(
             f"only {len(kept)} of {self.size} samples are left, fewer than min_kept={self.min_kept}: no step was made"
         )
+        return result
+
+    def _drop_all(self, result: Recovered, fault: Fault, found: Localisation) -> Recovered:
+        """Make no step here: every sample has the fault. Whether it is the code's is for all processes to say."""
+        self.state.restore()
+        result.whole, result.evidence = fault, _explained(found, len(result.kept))
+        for row in result.kept:
+            blame = Blame((row,), fault, fault.message, fault.stage, fault.module, fault.where, None, "every sample")
+            result.dropped.append(Dropped(row, (), blame, found.tests))
+        result.kept = []
         return result
 
     def _note_strangers(self, found: Localisation, result: Recovered) -> None:

@@ -6,7 +6,7 @@ Parameters are not copied: a step does not write them. `written_parameters` find
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -101,12 +101,23 @@ class TrainingState:
         found = [parameter.grad for parameter in self.parameters]
         return [gradient for gradient in found if gradient is not None]
 
-    def add_earlier_gradients(self) -> None:
-        """Add the step's gradients to those laid aside, in the order and with the rounding that autograd uses."""
+    def earlier(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Give the gradients laid aside, by parameter."""
+        return dict(self._gradients)
+
+    def add_earlier_gradients(self, without: Collection[torch.Tensor] = ()) -> None:
+        """Add the step's gradients to those laid aside, in the order and with the rounding that autograd uses.
+
+        Args:
+            without: Parameters whose gradients have been added already.
+        """
         if not self._gradients:
             return
+        done = set(without)
         with torch.no_grad():
             for parameter, earlier in self._gradients:
+                if parameter in done:
+                    continue
                 new = parameter.grad
                 if new is None:
                     parameter.grad = earlier

@@ -26,8 +26,12 @@ def incident_table(incidents: Sequence[Incident]) -> str:
         row  sample  stage  cause            where  what
         3    -       loss   non-finite loss  -      inf
     """
+    head: tuple[str, ...] = ("row", "sample", "stage", "cause", "where", "what")
     lines = [_cells(incident) for incident in incidents[:SHOWN]]
-    table = text_table(("row", "sample", "stage", "cause", "where", "what"), lines)
+    if any(incident.world_size > 1 for incident in incidents):
+        head = ("rank", *head)
+        lines = [(str(one.rank), *cells) for one, cells in zip(incidents[:SHOWN], lines, strict=True)]
+    table = text_table(head, lines)
     more = len(incidents) - SHOWN
     return f"{table}\n... and {more} more" if more > 0 else table
 

@@ -1,0 +1,239 @@
+"""Gradients of many parameters, added over all ranks in few all-reduces, each started as soon as it can be.
+
+The gradients lie in flat buffers, cut as DistributedDataParallel cuts them: what is ready first is sent first, while
+backward goes on. The last buffer is small and also carries a few numbers of each rank, so that a step costs no
+collective more than without them. Every rank sends the same buffers in the same order in every round; a rank whose
+gradients turn out to be of no use finishes its round with zeros, and all ranks agree on another one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+__all__ = ["Buckets"]
+
+LAST_BYTES = 2**20
+BYTES = 25 * 2**20
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """One flat buffer, and the places of the parameters in it."""
+
+    buffer: torch.Tensor
+    numbers: list[int]
+    views: list[torch.Tensor]
+
+
+class Buckets:
+    """The buffers of some parameters.
+
+    Args:
+        parameters: The parameters, in the order of the model.
+        group: The processes that add their gradients.
+        extra: How many numbers travel with the last buffer.
+        device: Where the numbers are if there are no parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        group: distributed.ProcessGroup | None,
+        extra: int,
+        device: torch.device,
+    ) -> None:
+        self.parameters = list(parameters)
+        self._group = group
+        self._buckets: list[_Bucket] = []
+        self._bucket_of = [0] * len(self.parameters)
+        cuts = _cut(self.parameters)
+        for place, numbers in enumerate(cuts):
+            last = place == len(cuts) - 1
+            bucket = self._made(numbers, extra if last and _counts(self.parameters[numbers[0]].dtype) else 0)
+            self._buckets.append(bucket)
+            for number in numbers:
+                self._bucket_of[number] = place
+        tail = self._buckets[-1].buffer if self._buckets else torch.empty(0, device=device)
+        if not self._buckets or not _counts(tail.dtype):  # half precision cannot count to a thousand
+            tail = torch.zeros(extra, device=tail.device)
+            self._buckets.append(_Bucket(tail, [], []))
+        self.numbers = tail[tail.numel() - extra :]
+        """What every rank adds to the last buffer; after a round, the sums."""
+        self._listening = False
+        self._weight = 0.0
+        self._earlier: Mapping[torch.Tensor, torch.Tensor] = {}
+        self._share = 1.0
+        self._works: list[Any] = []
+        self._missing: list[int] = []
+        self._error: Exception | None = None
+        self.stale = False
+        """Whether something was sent that is not what this rank has to give."""
+        if len(self._buckets) > 1:
+            self._listen()
+
+    def begin(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], share: float) -> None:
+        """Start a round.
+
+        Args:
+            weight: What this rank's gradients are multiplied with.
+            earlier: Gradients that were there before, by parameter; added with the weight `share`.
+            share: As said.
+        """
+        self._weight, self._earlier, self._share = weight, earlier, share
+        self._works = []
+        self._error = None
+        self.stale = False
+        self._missing = [len(bucket.numbers) for bucket in self._buckets]
+
+    def listen(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], share: float) -> None:
+        """Start a round before a backward, and send what is ready while it runs; arguments as for `begin`."""
+        self.begin(weight, earlier, share)
+        self._listening = True
+
+    def stop(self, weight: float) -> None:
+        """Listen no more: backward is over, and what is still to be sent has this weight."""
+        self._listening = False
+        self._weight = weight
+
+    def withdraw(self) -> None:
+        """Send nothing in place of what has not been sent, up to the last buffer, so that no rank has to wait."""
+        self._listening = False
+        self.stale = len(self._buckets) > 1
+        for place in range(len(self._works), len(self._buckets) - 1):
+            self._send(place, empty=True)
+
+    def finish(self, *, empty: bool = False, limit: timedelta | None = None) -> None:
+        """Send the rest, and wait for all.
+
+        Args:
+            empty: Send nothing in place of it.
+            limit: How long to wait; None as long as the group does.
+
+        Raises:
+            RuntimeError: Another rank is gone, or does something else.
+        """
+        for place in range(len(self._works), len(self._buckets)):
+            self._send(place, empty=empty)
+        if self._error is not None:
+            raise self._error
+        for work in self._works:
+            work.wait() if limit is None else work.wait(limit)
+
+    def collect(self, factor: float, present: Sequence[bool] | None) -> None:
+        """Write the sums into the gradients.
+
+        Args:
+            factor: What they are multiplied with.
+            present: Which parameters have a gradient on any rank; None for all.
+        """
+        with torch.no_grad():
+            for bucket in self._buckets:
+                if factor != 1:
+                    bucket.buffer.mul_(factor)
+                for number, view in zip(bucket.numbers, bucket.views, strict=True):
+                    parameter = self.parameters[number]
+                    if present is not None and not present[number]:
+                        continue
+                    target = self._earlier.get(parameter, parameter.grad)
+                    if target is None or target.is_sparse:
+                        parameter.grad = view.clone()
+                    else:
+                        parameter.grad = target.copy_(view)
+
+    def _made(self, numbers: list[int], extra: int) -> _Bucket:
+        first = self.parameters[numbers[0]]
+        parts = 2 if first.is_complex() else 1
+        count = parts * sum(self.parameters[number].numel() for number in numbers)
+        buffer = torch.zeros(count + extra, dtype=_real(first.dtype), device=first.device)
+        views, start = [], 0
+        for number in numbers:
+            parameter = self.parameters[number]
+            flat = buffer[start : start + parts * parameter.numel()]
+            if parts == 2:
+                flat = torch.view_as_complex(flat.view(-1, 2))
+            # The strides of a dense tensor of that kind: copies from and to gradients run straight through memory.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            views.append(flat.as_strided(parameter.shape, strides))
+            start += parts * parameter.numel()
+        return _Bucket(buffer, numbers, views)
+
+    def _listen(self) -> None:
+        this = weakref.ref(self)
+
+        def hook_of(number: int) -> Any:
+            def hook(parameter: torch.Tensor) -> None:
+                buckets = this()
+                if buckets is not None and buckets._listening:
+                    buckets._ready(number)
+
+            return hook
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook_of(number))  # type: ignore[no-untyped-call]
+            for number, parameter in enumerate(self.parameters)
+        ]
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+
+    def _ready(self, number: int) -> None:
+        """Take note of a gradient, and send what is complete, in order; the last buffer is left for `finish`."""
+        place = self._bucket_of[number]
+        self._missing[place] -= 1
+        if place < len(self._works) or self._missing[place] < 0:
+            self.stale = True  # a second gradient, after the first was sent
+            return
+        while len(self._works) < len(self._buckets) - 1 and self._missing[len(self._works)] == 0:
+            self._send(len(self._works))
+
+    def _send(self, place: int, *, empty: bool = False) -> None:
+        bucket = self._buckets[place]
+        try:
+            with torch.no_grad():
+                for number, view in zip(bucket.numbers, bucket.views, strict=True):
+                    self._fill(view, self.parameters[number], empty)
+            self._works.append(distributed.all_reduce(bucket.buffer, group=self._group, async_op=True))
+        except RuntimeError as error:  # raised in `finish`: inside of backward it would be taken for a fault of that
+            self._error = self._error or error
+            self._works.append(None)
+
+    def _fill(self, view: torch.Tensor, parameter: torch.Tensor, empty: bool) -> None:
+        if empty or self._weight == 0 or parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.is_sparse:
+            view.copy_(parameter.grad.to_dense()).mul_(self._weight)
+        else:
+            torch.mul(parameter.grad, self._weight, out=view)
+        if not empty and parameter in self._earlier:
+            view.add_(self._earlier[parameter], alpha=self._share)
+
+
+def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Cut parameters into buffers of one device and dtype each, in the order in which gradients become ready."""
+    open_: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    left: dict[tuple[torch.device, torch.dtype], int] = {}
+    order: list[list[int]] = []
+    for number, parameter in enumerate(parameters):
+        kind = parameter.device, parameter.dtype
+        size = parameter.numel() * parameter.element_size()
+        if kind not in open_ or left[kind] < size:
+            left[kind] = BYTES if order else LAST_BYTES
+            open_[kind] = []
+            order.append(open_[kind])
+        open_[kind].append(number)
+        left[kind] -= size
+    return order[::-1]
+
+
+def _counts(dtype: torch.dtype) -> bool:
+    """Tell whether a dtype holds counts of samples without rounding."""
+    return _real(dtype) in (torch.float32, torch.float64)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype

@@ -1,0 +1,111 @@
+"""Every rank has a shard of the model (FSDP2): gathered before a step, run alone, gradients reduced at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+
+from gradgate._torch_compat import alone_in_shards, reduce_shards
+from gradgate.guard._ranks import Ranks
+from gradgate.guard._replicas import scale_and_add, signature
+from gradgate.guard._shares import WIDTH, Share, Totals
+from gradgate.guard._state import TrainingState
+
+__all__ = ["Shards"]
+
+
+class Shards(Ranks):
+    """The agreement of ranks that hold shards of a model.
+
+    Args:
+        roots: The outermost modules that `fully_shard` was applied to.
+        group: The processes that share them.
+        state: Knows parameters; asked to look again when they are whole.
+    """
+
+    def __init__(self, roots: Sequence[Any], group: distributed.ProcessGroup | None, state: TrainingState) -> None:
+        self._roots = list(roots)
+        self._state = state
+        super().__init__(group, next(iter(roots[0].parameters())).device)
+        self._met = False
+
+    @contextmanager
+    def apart(self, *, training: bool) -> Iterator[None]:
+        """Gather the whole parameters; from then on the model runs without collectives, as long as the block lasts.
+
+        Args:
+            training: Whether a step is made; all ranks come in any case.
+        """
+        with self.talking():
+            gathered = alone_in_shards(self._roots)
+            gathered.__enter__()
+        try:
+            self._state.refresh()
+            yield
+        finally:
+            gathered.__exit__(None, None, None)
+
+    def meet(self, size: int, terms: Any) -> None:
+        """Make sure, once, that all ranks have the same parameters and terms.
+
+        Args:
+            size: How many samples this rank has.
+            terms: What must be the same, as a text.
+
+        Raises:
+            ArgumentValueError: They differ.
+        """
+        if not self._met:
+            self.agreed(signature(self._trained()), "parameters")
+            self.agreed(terms, "arguments")
+            self._met = True
+
+    def before_backward(self, size: int, state: TrainingState) -> None:
+        """Send nothing while backward runs: how much each rank weighs is not known yet."""
+
+    def withdraw(self) -> None:
+        """Do nothing: nothing was sent."""
+
+    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> Totals:
+        """Add up what all ranks tell.
+
+        Args:
+            share: What this rank tells.
+            state: Its gradients.
+            in_haste: Whether not to wait long for the others.
+
+        Returns:
+            What all ranks tell.
+
+        Raises:
+            OtherRankError: Another rank is gone.
+        """
+        trained = self._trained()
+        numbers = torch.zeros(WIDTH + len(trained), dtype=torch.float64, device=self.device)
+        share.write(numbers, [parameter.grad is not None for parameter in trained])
+        self.add(numbers, in_haste=in_haste)
+        return Totals.read(numbers)
+
+    def settle(self, share: Share, totals: Totals, state: TrainingState) -> None:
+        """Reduce the mean gradients of all ranks to their shards; while accumulating, keep this rank's part in them.
+
+        Args:
+            share: What this rank told.
+            totals: What all ranks told.
+            state: Where gradients are.
+        """
+        trained = self._trained()
+        for place, parameter in enumerate(trained):
+            if parameter.grad is None and (totals.present is None or totals.present[place]):
+                parameter.grad = torch.zeros_like(parameter)
+        # FSDP divides by the number of ranks.
+        scale_and_add(trained, share.kept * self.world_size / totals.kept, state)
+        with self.talking():
+            reduce_shards(self._roots)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for root in self._roots for parameter in root.parameters() if parameter.requires_grad]

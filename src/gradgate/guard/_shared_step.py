@@ -1,0 +1,264 @@
+"""One step that several ranks make together: each finds its bad samples alone, then all decide as one.
+
+Nothing between the start of the step and the exchange waits for another rank, so that a rank may search as long as it
+must while the others wait in the exchange, and whatever it finds (or raises) reaches all of them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from gradgate._names import class_name
+from gradgate.errors import OtherRankError
+from gradgate.guard._agreement import Agreement
+from gradgate.guard._batches import Ids
+from gradgate.guard._faults import Fault
+from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
+from gradgate.guard._judging import refuse_row, refuse_share, refused
+from gradgate.guard._places import raising_line
+from gradgate.guard._recovery import Dropped, Recovered, raise_as_it_is
+from gradgate.guard._result import Step
+from gradgate.guard._shares import Share, Totals
+from gradgate.guard._trial import LossTrial, Outcome, Scaler
+from gradgate.records import Incident
+
+if TYPE_CHECKING:
+    from gradgate.guard._guard import Guard
+
+__all__ = ["SharedStep"]
+
+
+class SharedStep:
+    """One step of one rank, among others.
+
+    Args:
+        guard: The guard whose step it is.
+        agreement: The other ranks.
+        batch: This rank's batch.
+        ids: The names of its samples.
+    """
+
+    def __init__(self, guard: Guard, agreement: Agreement, batch: Any, ids: Ids | None) -> None:
+        self._guard = guard
+        self._agreement = agreement
+        self._batch = batch
+        self._ids = ids
+        self._size = 0
+        self._outcome = Outcome()
+        self._recovered: Recovered | None = None
+        self._recorder: Recorder | None = None
+        self._snapshot: bytes | None = None
+        self._incidents: tuple[Incident, ...] = ()
+
+    def run(self, loss_fn: Callable[[Any], torch.Tensor], scaler: Scaler | None) -> Step:
+        """Make the step.
+
+        Args:
+            loss_fn: The user's loss function.
+            scaler: Scales the loss before backward.
+
+        Returns:
+            This rank's view of it: its own rows, the loss of all.
+
+        Raises:
+            TooManyBadSamples: There are too many bad samples, on all ranks together.
+            OtherRankError: Another rank raised something, or is gone.
+        """
+        guard = self._guard
+        error: BaseException | None = None
+        try:
+            self._size = guard._reader.count(self._batch, self._ids)
+        except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
+            error = raised
+        self._meet()
+        with self._agreement.apart(training=True):
+            guard._state.remember(() if error is not None else guard._reader.leaves(self._batch))
+            try:
+                if error is None:
+                    error = self._alone(loss_fn, scaler)
+                return self._together(error)
+            except torch.AcceleratorError:
+                guard._state.give_back_gradients()  # the device died; more would only hide its error
+                raise
+            except BaseException:
+                guard._state.give_back()
+                raise
+
+    def _meet(self) -> None:
+        """Make sure, in the first step, that all ranks do the same, and take the first one's word for the rest."""
+        guard = self._guard
+        if guard._wishes is None:
+            terms = f"max_bad={guard.max_bad}, patience={guard.patience}, min_kept={guard.min_kept}"
+            self._agreement.meet(self._size, terms)
+            first = self._agreement.gather((guard.run, Wishes.of(guard._sinks, guard.payload)))[0]
+            guard.run, guard._wishes = first
+
+    def _alone(self, loss_fn: Callable[[Any], torch.Tensor], scaler: Scaler | None) -> BaseException | None:
+        """Make the step of this rank's samples, and give what was raised and no sample is blamed for."""
+        guard, state = self._guard, self._guard._state
+        if not self._size:
+            self._recovered = Recovered(None, [], [])
+            return None
+        try:
+            trial = LossTrial(loss_fn, state, guard._check, guard._catch, scaler)
+            trial.before_backward = self._before_backward
+            writes = guard._reader.writes(self._batch)
+            self._outcome = trial.run(self._batch, self._size)
+            trial.before_backward = None
+            if self._outcome.fault is not None:
+                self._search(trial, self._outcome.fault, writes)
+        except torch.AcceleratorError:
+            raise  # nothing more can be sent from here
+        except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
+            self._agreement.withdraw()
+            return raised
+        return None
+
+    def _before_backward(self, loss: torch.Tensor) -> None:
+        if self._guard._first:
+            self._guard._look_around(loss)
+        self._agreement.before_backward(self._size, self._guard._state)
+
+    def _search(self, trial: LossTrial, fault: Fault, writes: int) -> None:
+        guard = self._guard
+        self._agreement.withdraw()
+        if guard._reader.writes(self._batch) != writes:
+            raise_as_it_is(fault, self._size, "the batch was written to in place, so nothing can be tried again")
+        self._recorder = guard._recorder(self._outcome, self._batch, self._size, self._ids)
+        assert guard._wishes is not None
+        self._snapshot = guard._snapshot(guard._wishes)
+        self._recovered = found = guard._search(trial, self._outcome, self._batch, self._size, _allow)
+        self._outcome = found.outcome or Outcome()
+        self._incidents = self._recorder.dropped(found.dropped) + self._recorder.transient(found.transient)
+
+    def _together(self, error: BaseException | None) -> Step:
+        """Agree with the others on what becomes of the step."""
+        guard, found = self._guard, self._recovered
+        if error is not None:
+            found = self._recovered = Recovered(None, [], [])
+            self._outcome, self._incidents = Outcome(), ()
+            guard._state.forget_gradients()
+        kept = list(range(self._size)) if found is None else found.kept
+        share = Share(
+            size=self._size,
+            kept=len(kept),
+            bad=0 if found is None else len(found.dropped),
+            whole=found is not None and found.whole is not None,
+            failed=error is not None,
+            told=found is not None and bool(self._incidents or found.reasons),
+            more=guard._more,
+            loss=self._outcome.value if kept else None,
+        )
+        try:
+            totals = self._agreement.exchange(share, guard._state, in_haste=not isinstance(error, Exception | None))
+            if totals.failed:
+                self._raise_failure(error)
+        except OtherRankError:
+            if error is not None:
+                raise error from None
+            raise
+        guard._others_have_more = totals.more > 0
+        packs = self._agreement.gather((self._incidents, self._reasons())) if totals.told else []
+        everything = tuple(incident for pack in packs for incident in pack[0])
+        if totals.whole and totals.whole == totals.busy:
+            self._raise_whole()
+        self._judge(totals, everything, packs)
+        self._record(everything, packs)
+        if totals.kept:
+            self._agreement.settle(share, totals, guard._state)
+        else:
+            guard._state.give_back()
+        guard._tally.add_incidents(everything)
+        guard._tally.add_step(totals.size, bad=totals.bad > 0)
+        return self._result(kept, totals, [reason for pack in packs for reason in pack[1]])
+
+    def _reasons(self) -> list[str]:
+        return [] if self._recovered is None else self._recovered.reasons
+
+    def _raise_failure(self, error: BaseException | None) -> NoReturn:
+        """Raise what was raised here; on the other ranks, tell of it."""
+        texts = self._agreement.gather(None if error is None else _told(error))
+        if error is not None:
+            raise error
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        raise OtherRankError(
+            f"Guard: rank {rank} of {self._agreement.world_size} raised {text}",
+            why="no sample is to blame for that, so no rank has made the step; everything is as before it.",
+            fix=f"# see the traceback of rank {rank}",
+        )
+
+    def _raise_whole(self) -> NoReturn:
+        """Raise a fault that every sample of every rank has."""
+        found = self._recovered
+        if found is not None and found.whole is not None:
+            raise_as_it_is(found.whole, self._size, f"on every rank, {found.evidence}")
+        raise OtherRankError(
+            "Guard: every sample of every other rank fails; this rank has none.",
+            why="a fault that all samples have is in the code or the weights.",
+            fix="# see the tracebacks of the other ranks",
+        )
+
+    def _judge(self, totals: Totals, incidents: tuple[Incident, ...], packs: Sequence[Any]) -> None:
+        """Refuse the step if too much is bad; every rank comes to the same answer."""
+        guard = self._guard
+        dropped = refused([incident for incident in incidents if not incident.transient])
+        too_many = totals.bad > guard.max_bad * totals.size
+        if totals.bad and not too_many:
+            guard._tally.in_a_row += 1
+        if too_many or (totals.bad and guard._tally.in_a_row >= guard.patience):
+            self._record(dropped, packs)
+            cause = None if self._recovered is None or self._recovered.whole is None else self._recovered.whole.error
+            try:
+                if too_many:
+                    refuse_share(dropped, totals.bad, totals.size, guard.max_bad)
+                refuse_row(dropped, guard._tally.in_a_row, guard.patience)
+            except RuntimeError as refusal:
+                raise refusal from cause
+
+    def _record(self, incidents: Sequence[Incident], packs: Sequence[Any]) -> None:
+        """Write down what happened: each rank to its log, the first one for all to the sinks."""
+        guard, wishes = self._guard, self._guard._wishes
+        if not incidents:
+            return
+        own = [incident for incident in incidents if incident.rank == self._agreement.rank]
+        log(own)
+        assert wishes is not None
+        evidence: dict[int, tuple[dict[str, bytes] | None, bytes | None]] = {}
+        if wishes.payload is not None or wishes.snapshot is not None:
+            samples = None
+            if own and wishes.payload is not None and self._recorder is not None:
+                samples = self._recorder.samples(own, wishes.payload)
+            owners = [rank for rank, pack in enumerate(packs) if pack[0]]
+            evidence = self._agreement.bring((samples, self._snapshot), owners)
+        if self._agreement.rank == 0:
+            for rank in dict.fromkeys(incident.rank for incident in incidents):
+                samples, snapshot = evidence.get(rank, (None, None))
+                of_rank = [incident for incident in incidents if incident.rank == rank]
+                hand_over(of_rank, guard._sinks, samples, snapshot, payload=guard.payload)
+
+    def _result(self, kept: list[int], totals: Totals, reasons: list[str]) -> Step:
+        value = self._outcome.value
+        like = torch.empty((), dtype=torch.float32) if value is None else value
+        mean = totals.loss / totals.kept if totals.kept else float("nan")
+        return Step(
+            loss=torch.full_like(like, mean),
+            losses=self._outcome.per_sample if kept else None,
+            kept=kept,
+            dropped=tuple(incident for incident in self._incidents if not incident.transient),
+            exact=not reasons,
+            reason="; ".join(dict.fromkeys(reasons)),
+            transient=tuple(incident for incident in self._incidents if incident.transient),
+        )
+
+
+def _allow(dropped: Sequence[Dropped]) -> None:
+    """Refuse nothing: that is for all ranks to decide."""
+
+
+def _told(error: BaseException) -> str:
+    where = raising_line(error.__traceback__)
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return f"{class_name(type(error))}: {first_line}" + (f" ({where})" if where else "")
