@@ -62,6 +62,8 @@ def test_the_json_has_the_documented_schema():
         "healthy": False,
         "exception": {"type": "ValueError", "message": "no"},
         "findings": [{**FINDING.to_dict(), "samples": [3, 4], "also": ["train.py:9"]}],
+        "graph": None,
+        "layers": [],
     }
 
 

@@ -17,6 +17,7 @@ import torch
 from gradgate._torch_compat import current_node, function_class_of, node_number, saved_tensors_of, undispatched
 from gradgate.doctor._looking import bad_kind, bad_rows, inputs_at, is_all_zero, is_readable, is_suspicious, total
 from gradgate.doctor._trace import Backward, BadValue, ZeroGradient
+from gradgate.doctor._ways import Way, ways_of
 
 if TYPE_CHECKING:
     from gradgate.doctor._tracer import Tracer
@@ -122,35 +123,79 @@ def _nodes_below(tensors: list[torch.Tensor]) -> Iterator[Any]:
 def _hook_nodes(tracer: Tracer, backward: Backward, tensors: list[torch.Tensor]) -> list[Any]:
     handles = []
     numbers = set()
-    for node in _nodes_below(tensors):
+    nodes = list(_nodes_below(tensors))
+    ways = ways_of(tracer.trace, nodes, [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
+    for node in nodes:
         name = node.name()
         number = node_number(node)
         numbers.add(number)
         function = function_class_of(node)
         if function is not None:
             backward.functions[number] = function
+        mine = ways.get(node, {})
+        if -1 in mine:
+            handles.append(node.register_prehook(_LookAtStart(mine.pop(-1))))
         if not name.startswith(_CARRIERS):
-            handles.append(node.register_hook(_Look(tracer, number, name)))
+            handles.append(node.register_hook(_Look(tracer, number, name, mine)))
+        elif mine:
+            handles.append(node.register_hook(_LookAtCarrier(mine)))
     backward.nodes = frozenset(numbers)
     return handles
+
+
+class _LookAtStart:
+    """The hook of a node that a pass starts from inside a module: the gradient comes from the loss."""
+
+    __slots__ = ("way",)
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+
+    def __call__(self, incoming: tuple[Any, ...]) -> None:
+        with undispatched():
+            for tensor in incoming:
+                if tensor is not None:
+                    self.way.note(tensor)
+
+
+class _LookAtCarrier:
+    """The hook of a node in which nothing is born, where it sends a gradient from one module to another."""
+
+    __slots__ = ("ways",)
+
+    def __init__(self, ways: dict[int, Way]) -> None:
+        self.ways = ways
+
+    def __call__(self, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
+        with undispatched():
+            for place, way in self.ways.items():
+                if outgoing[place] is not None:
+                    way.note(outgoing[place])
 
 
 class _Look:
     """The hook of one node."""
 
-    __slots__ = ("name", "number", "tracer")
+    __slots__ = ("name", "number", "tracer", "ways")
 
-    def __init__(self, tracer: Tracer, number: int, name: str) -> None:
+    def __init__(self, tracer: Tracer, number: int, name: str, ways: dict[int, Way]) -> None:
         self.tracer = tracer
         self.number = number
         self.name = name
+        self.ways = ways
 
     def __call__(self, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
         with undispatched():
-            for tensor in outgoing:
-                if tensor is None or not is_readable(tensor):
+            for place, tensor in enumerate(outgoing):
+                if tensor is None:
                     continue
-                amount = total(tensor)
+                way = self.ways.get(place)
+                # The norm says as much as the sum: it is not finite or zero where an element is bad or all are zero.
+                amount: float | complex | None = way.note(tensor) if way is not None else None
+                if not is_readable(tensor):
+                    continue
+                if amount is None:
+                    amount = total(tensor)
                 if amount - amount != 0:
                     self._maybe_bad(tensor, incoming)
                 elif amount == 0:

@@ -138,6 +138,7 @@ class Births:
                     BadValue(kind, "forward", number, value, rows, tuple(tensor.shape), detail, deliberate=deliberate)
                 )
             self._marks[storage] = Mark(kind, value)
+            self.tracer.trace.spoiled.add(value)
 
     def _inherited(self, kind: str, inputs: list[torch.Tensor], before: list[Mark | None] | None, number: int) -> bool:
         """Tell whether an input had the same trouble already; note what came in from outside."""

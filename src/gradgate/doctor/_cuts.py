@@ -16,7 +16,7 @@ from gradgate.records import Finding, Severity
 
 Cut = tuple[str, Place | Line | None, Place | None]
 
-__all__ = ["explain_parameters", "find_cuts", "find_loss_without_graph"]
+__all__ = ["cut_of", "explain_parameters", "find_cuts", "find_loss_without_graph"]
 
 _COMPARISONS = {
     "gt",
@@ -213,7 +213,7 @@ def explain_parameters(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Fi
             unused.append(name)
         elif cuts:
             for number in cuts:
-                by_cut[_cut_of(case, case.trace.ops[number])].append(name)
+                by_cut[cut_of(case, case.trace.ops[number])].append(name)
         elif case.flow.reaches_loss(values):
             refused.append(name)
         elif (escape := _escape_of(case, values)) is not None:
@@ -281,8 +281,16 @@ def _short(where: Place | Line | None) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _cut_of(case: Case, op: Op) -> Cut:
-    """Say how an operation cuts, where the cut is, and where the operation stands if that is another line."""
+def cut_of(case: Case, op: Op) -> Cut:
+    """Say how an operation cuts.
+
+    Args:
+        case: The step.
+        op: An operation that `Flow.cuts` gave.
+
+    Returns:
+        The way, where the cut is, and where the operation stands if that is another line.
+    """
     where = op.place
     if not op.records:
         return _region_of(case, op, where)

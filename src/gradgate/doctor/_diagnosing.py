@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Examination:
         self.gradients = Gradients(model.parameters() if model is not None else ())
         if model is not None:
             self.tracer.reuse.start(model.parameters())
+            self.tracer.running.drawn = frozenset(id(module) for module in model.modules())
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.thorough:
@@ -130,7 +132,7 @@ class Examination:
         diagnosis = conclude(case)
         roots = [*trace.modules, *([self.given] if self.given is not None else [])]
         compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
-        return Diagnosis((*diagnosis.findings, *_note_on_compiling(compiled)), exception)
+        return replace(diagnosis, findings=(*diagnosis.findings, *_note_on_compiling(compiled)))
 
     def _parameters(self, names: Names) -> dict[str, torch.Tensor]:
         """Give what ought to learn: the model's parameters, else what the optimizers hold, else the leaves in use."""

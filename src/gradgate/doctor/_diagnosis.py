@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from gradgate.doctor._graph import Graph, Layer
 from gradgate.doctor._page import page_of
 from gradgate.doctor._terminal import lines_of
 from gradgate.errors import ArgumentValueError
@@ -28,6 +29,9 @@ class Diagnosis:
     Attributes:
         findings: What it says, the worst first.
         exception: What the step raised, or None.
+        graph: The modules and what flowed between them, forward and back, as plain values; None where no module was in
+            sight, or where `torch.func` did the work.
+        layers: One entry for each parameter, as plain values; empty without a graph.
 
     Examples:
         >>> layer = torch.nn.Linear(2, 1)
@@ -40,6 +44,8 @@ class Diagnosis:
 
     findings: tuple[Finding, ...] = ()
     exception: BaseException | None = None
+    graph: Graph | None = field(default=None, hash=False)
+    layers: tuple[Layer, ...] = field(default=(), hash=False)
 
     @property
     def healthy(self) -> bool:
@@ -79,21 +85,24 @@ class Diagnosis:
             "healthy": self.healthy,
             "exception": None if error is None else {"type": type(error).__qualname__, "message": str(error)},
             "findings": [finding.to_dict() for finding in self.findings],
+            "graph": self.graph,
+            "layers": list(self.layers),
         }
 
     def to_json(self) -> str:
         """Write all of it as JSON.
 
-        The object has `version` (1), `healthy`, `exception` (null or `type` and `message`) and `findings`, a list of
+        The object has `version` (1), `healthy`, `exception` (null or `type` and `message`), `findings`, a list of
         objects with the attributes of `Finding`: `code`, `severity`, `title`, `where`, `source`, `module`, `reason`,
-        `fix`, `samples`, `also`.
+        `fix`, `samples`, `also`; `graph` (null, or `modules`, `edges` and `nonfinite_path`) and `layers`. A norm that
+        is not finite is the text "nan" or "inf". Within a version keys are only added.
 
         Returns:
             The text.
 
         Examples:
             >>> gg.doctor.Diagnosis().to_json()
-            '{"version": 1, "healthy": true, "exception": null, "findings": []}'
+            '{"version": 1, "healthy": true, "exception": null, "findings": [], "graph": null, "layers": []}'
         """
         return json.dumps(self.to_dict())
 

@@ -133,7 +133,7 @@ class Flow:
                 op = self.trace.ops[number]
                 if 2 * value + 1 not in op.inputs:
                     continue
-                onward, cut = self._onward(op)
+                onward, cut = self.onward(op)
                 if cut:
                     found.add(number)
                 for result in onward - seen:
@@ -141,8 +141,15 @@ class Flow:
                     waiting.append(result)
         return seen, found
 
-    def _onward(self, op: Op) -> tuple[set[int], bool]:
-        """Give what of an operation's results stays connected, and whether a loss was made from what does not."""
+    def onward(self, op: Op) -> tuple[set[int], bool]:
+        """Follow what is connected through an operation.
+
+        Args:
+            op: An operation that read something connected.
+
+        Returns:
+            What of its results stays connected, and whether it cuts: a loss was made from what does not.
+        """
         results = {value for value in op.outputs if value in self.behind_losses}
         onward = {value for value in results if value in self.connected}
         loose = results - onward

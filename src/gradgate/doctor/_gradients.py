@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from gradgate._torch_compat import undispatched
-from gradgate.doctor._looking import bad_kind, is_all_zero, is_readable
+from gradgate.doctor._looking import bad_kind, is_all_zero, is_readable, norm_of
 
 __all__ = ["Gradient", "Gradients"]
 
@@ -66,7 +66,7 @@ class Gradients:
             gradient = gradient.coalesce().values()
         if not is_readable(gradient):
             return Gradient(present=True, zero=not gradient.numel())
-        norm = float(torch.linalg.vector_norm(gradient))
+        norm = norm_of(gradient)
         bad = bad_kind(gradient) if not math.isfinite(norm) else None
         zero = norm == 0 and is_all_zero(gradient)
-        return Gradient(True, zero, bad, norm, float(torch.linalg.vector_norm(parameter)))
+        return Gradient(True, zero, bad, norm, norm_of(parameter) if is_readable(parameter) else math.nan)

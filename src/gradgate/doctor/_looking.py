@@ -17,6 +17,7 @@ __all__ = [
     "is_all_zero",
     "is_readable",
     "is_suspicious",
+    "norm_of",
     "total",
 ]
 
@@ -35,6 +36,23 @@ def total(tensor: torch.Tensor) -> float | complex:
     """
     result: float | complex = tensor.sum().item()
     return result
+
+
+def norm_of(tensor: torch.Tensor) -> float:
+    """Give the 2-norm of a tensor.
+
+    Args:
+        tensor: A tensor that is readable.
+
+    Returns:
+        The norm. It is not finite only if an element is not, or if it is too large for any number.
+    """
+    tensor = tensor.detach()
+    norm: float = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.element_size() < 4 else None).item()
+    if math.isinf(norm) or norm == 0:  # the squares may have left the range where the elements have not
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        norm = torch.linalg.vector_norm(tensor.to(wide)).item()
+    return norm
 
 
 def is_readable(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ class Names:
         self._spaces = list(namespaces)
         self._modules: dict[int, str] = {}
         self._tensors: dict[int, str] = {}
-        self._kept: list[Any] = []
+        self._roots: list[tuple[torch.nn.Module, str]] = []
+        self._has_model = model is not None
         if model is not None:
             self._add(without_compiled_wrappers(model), "")
         for module in modules:
@@ -59,7 +60,7 @@ class Names:
                 self._add(module, self.variable(module) or type(module).__name__)
 
     def _add(self, root: torch.nn.Module, prefix: str) -> None:
-        self._kept.append(root)
+        self._roots.append((root, prefix))
         for path, module in root.named_modules(prefix=prefix):
             self._modules.setdefault(id(module), path)
             for name, value in vars(module).items():
@@ -68,6 +69,22 @@ class Names:
         for tensors in (root.named_parameters(prefix=prefix), root.named_buffers(prefix=prefix)):
             for path, tensor in tensors:
                 self._tensors.setdefault(id(tensor), path)
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Give every module of the model, or of those that were called where there is none, with its path."""
+        for root, prefix in self._roots[: 1 if self._has_model else None]:
+            yield from root.named_modules(prefix=prefix)
+
+    def has_tensor(self, number: int) -> bool:
+        """Tell whether a tensor belongs to a module: a parameter, a buffer or an attribute.
+
+        Args:
+            number: The `id` of the tensor.
+
+        Returns:
+            Whether it does.
+        """
+        return number in self._tensors
 
     def variable(self, thing: object) -> str | None:
         """Give the name of the user's variable that holds a thing.

@@ -11,7 +11,7 @@ from gradgate.doctor._trace import BadValue, Op
 from gradgate.doctor._traps import bare_value, selecting_op
 from gradgate.records import Finding, Severity
 
-__all__ = ["find_nonfinite"]
+__all__ = ["births_behind_loss", "births_in_backward", "find_nonfinite"]
 
 _WORDS = {"nan": "NaN", "inf": "Inf"}
 _FIXES = {
@@ -43,8 +43,7 @@ def find_nonfinite(case: Case) -> Iterator[Finding]:
         One finding for each place of birth, and a note on NaN that did no harm.
     """
     hurt = [name for name, p in case.parameters.items() if case.gradient(p).bad]
-    bad = [n for n, b in enumerate(case.trace.backwards) if b.loss is not None and not math.isfinite(b.loss)]
-    births = [b for b in case.trace.bad if b.stage == "backward" and b.backward not in bad]
+    bad, births = _bad_passes(case), births_in_backward(case)
     if bad:
         yield from _behind_the_loss(case, bad, hurt if not births else [])
     if hurt and (births or not bad):
@@ -53,18 +52,48 @@ def find_nonfinite(case: Case) -> Iterator[Finding]:
         yield from _harmless(case)
 
 
+def births_behind_loss(case: Case) -> list[BadValue]:
+    """Give what made a loss bad.
+
+    Args:
+        case: The step.
+
+    Returns:
+        The births, and what came in bad; nothing if all losses are finite.
+    """
+    started = [case.trace.backwards[number] for number in _bad_passes(case)]
+    behind = case.flow.sources(code >> 1 for backward in started for code in backward.values)
+    births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
+    wanted = "nan" if any(math.isnan(b.loss) for b in started if b.loss is not None) else "inf"
+    return [cause for b in births if b.kind == wanted for cause in _causes(case, b, births)] or births
+
+
+def births_in_backward(case: Case) -> list[BadValue]:
+    """Give what went bad on the way back from losses that were finite.
+
+    Args:
+        case: The step.
+
+    Returns:
+        The births.
+    """
+    bad = _bad_passes(case)
+    return [b for b in case.trace.bad if b.stage == "backward" and b.backward not in bad]
+
+
+def _bad_passes(case: Case) -> list[int]:
+    losses = [backward.loss for backward in case.trace.backwards]
+    return [number for number, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
+
+
 def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator[Finding]:
     started = [case.trace.backwards[number] for number in passes]
-    loss = next((b.loss for b in started if b.loss is not None and math.isnan(b.loss)), math.inf)
-    word = "NaN" if math.isnan(loss) else "Inf"
+    word = "NaN" if any(math.isnan(b.loss) for b in started if b.loss is not None) else "Inf"
     severity: Severity = "error" if hurt or not case.gradients or case.exception is not None else "warning"
     harm = f"The loss is {word}" + (f", and so is the gradient of {listed(hurt, 3)}." if hurt else ".")
     if severity == "warning":
         harm = f"The loss is {word}, but every gradient is finite: this value is not what the model learns from."
-    behind = case.flow.sources(code >> 1 for backward in started for code in backward.values)
-    births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
-    wanted = "nan" if math.isnan(loss) else "inf"
-    births = [cause for b in births if b.kind == wanted for cause in _causes(case, b, births)] or births
+    births = births_behind_loss(case)
     for birth in _first_places(births):
         yield _finding(case, birth, severity, harm)
     if not births:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from gradgate.doctor._case import Case
 from gradgate.doctor._cuts import find_cuts, find_loss_without_graph
 from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._graph import draw
 from gradgate.doctor._modes import (
     find_eval_left_on,
     find_inference_tensors,
@@ -67,4 +68,5 @@ def conclude(case: Case) -> Diagnosis:
     findings += [finding for rule in _ALWAYS for finding in rule(case)]
     bitten = {place for f in findings if f.code == "GG502" for place in (f.where, *f.also)}
     kept = dict.fromkeys(f for f in findings if not (f.code == "GG501" and bitten & {f.where, *f.also}))
-    return Diagnosis(tuple(sorted(kept, key=lambda f: _ORDER.index(f.severity))), case.exception)
+    said = tuple(sorted(kept, key=lambda f: _ORDER.index(f.severity)))
+    return Diagnosis(said, case.exception, *draw(case, said))

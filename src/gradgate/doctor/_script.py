@@ -17,7 +17,7 @@ import tempfile
 import traceback
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +160,14 @@ def examine_script(
     if raised is not None and not alone:
         _show(raised)
     if whole or alone:
-        return ScriptReport(Diagnosis(diagnosis.findings, raised), exit_code, run.steps)
+        return ScriptReport(replace(diagnosis, exception=raised), exit_code, run.steps)
     step = run.bad_step if run.bad_step is not None else run.steps if raised is not None else None
     if step is not None and step >= _STEPS_TRACED:
         again = _again(path, args, step, raised)
-        findings = dict.fromkeys((*diagnosis.findings, *again))
-        diagnosis = Diagnosis(tuple(sorted(findings, key=_order)), raised)
-    return ScriptReport(Diagnosis(diagnosis.findings, raised), exit_code, run.steps)
+        findings = dict.fromkeys((*diagnosis.findings, *again.findings))
+        drawn = again if again.graph is not None else diagnosis
+        diagnosis = replace(drawn, findings=tuple(sorted(findings, key=_order)))
+    return ScriptReport(replace(diagnosis, exception=raised), exit_code, run.steps)
 
 
 def _order(finding: Finding) -> int:
@@ -179,7 +180,7 @@ def _show(error: BaseException) -> None:
     traceback.print_exception(type(error), error, inner)
 
 
-def _again(path: Path, args: Sequence[str], step: int, raised: BaseException | None) -> list[Finding]:
+def _again(path: Path, args: Sequence[str], step: int, raised: BaseException | None) -> Diagnosis:
     """Run the script in a new process, trace one step and give what was found."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
@@ -192,19 +193,21 @@ def _again(path: Path, args: Sequence[str], step: int, raised: BaseException | N
             env=dict(os.environ),
             check=False,
         )
-        found = json.loads(report.read_text())["findings"] if report.exists() else []
-    findings = [Finding(**{**f, "samples": tuple(f["samples"]), "also": tuple(f["also"])}) for f in found]
-    if any(finding.severity == "error" for finding in findings):
-        return findings
+        told = json.loads(report.read_text()) if report.exists() else Diagnosis().to_dict()
+    findings = tuple(
+        Finding(**{**finding, "samples": tuple(finding["samples"]), "also": tuple(finding["also"])})
+        for finding in told["findings"]
+    )
+    diagnosis = Diagnosis(findings, None, told["graph"], tuple(told["layers"]))
+    if diagnosis.at_least("error"):
+        return diagnosis
     happened = f"raised {type(raised).__name__}" if raised is not None else "had a gradient that is not finite"
-    return [
-        *findings,
-        Finding(
-            code="GG005",
-            severity="error",
-            title=f"step {step} {happened}, but not when the script ran again",
-            reason="The two runs were not the same: something in the script is random and not seeded, or depends on "
-            "files, time or other machines.",
-            fix="torch.manual_seed(0); random.seed(0); np.random.seed(0)     # at the start of the script, or: --trace",
-        ),
-    ]
+    differing = Finding(
+        code="GG005",
+        severity="error",
+        title=f"step {step} {happened}, but not when the script ran again",
+        reason="The two runs were not the same: something in the script is random and not seeded, or depends on "
+        "files, time or other machines.",
+        fix="torch.manual_seed(0); random.seed(0); np.random.seed(0)     # at the start of the script, or: --trace",
+    )
+    return replace(diagnosis, findings=(*findings, differing))

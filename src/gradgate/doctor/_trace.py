@@ -15,10 +15,12 @@ import torch
 from gradgate.doctor._memory import Region
 from gradgate.doctor._operators import Operator
 from gradgate.doctor._places import Place
+from gradgate.doctor._ways import Way
 
 __all__ = [
     "Backward",
     "BadValue",
+    "Call",
     "Escape",
     "OptimizerStep",
     "Raised",
@@ -42,6 +44,7 @@ class Op(NamedTuple):
         operator: What it was.
         spot: Where the user called it, as `Place` takes it.
         module: The module that was running.
+        call: The place in `Trace.calls` of the innermost call that was running; -1 outside of all.
         node: The number of the graph node that was newest when it ran; its own if it has one.
         records: Whether autograd recorded.
         switch: The place in `Trace.switches` of the switch that turned recording off; -1 where none did.
@@ -53,6 +56,7 @@ class Op(NamedTuple):
     operator: Operator
     spot: Spot
     module: torch.nn.Module | None
+    call: int
     node: int
     records: bool
     switch: int
@@ -64,6 +68,19 @@ class Op(NamedTuple):
     def place(self) -> Place | None:
         """Give the user's place."""
         return Place(*self.spot) if self.spot is not None else None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module.
+
+    Args:
+        module: The module.
+        leaf: Whether it called no other module while it ran, and so did the work itself.
+    """
+
+    module: torch.nn.Module
+    leaf: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +291,9 @@ class Trace:
     escapes: list[Escape] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     bad: list[BadValue] = field(default_factory=list)
+    spoiled: set[int] = field(default_factory=set)
+    calls: list[Call] = field(default_factory=list)
+    ways: list[Way] = field(default_factory=list)
     zeros: list[ZeroGradient] = field(default_factory=list)
     overwrites: list[Overwrite] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)

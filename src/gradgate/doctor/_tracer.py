@@ -36,6 +36,7 @@ from gradgate.doctor._calls import CALLS
 from gradgate.doctor._operators import operator_of
 from gradgate.doctor._places import locate
 from gradgate.doctor._reuse import Reuse
+from gradgate.doctor._running import Running
 from gradgate.doctor._saving import Saving
 from gradgate.doctor._trace import Backward, Op, OptimizerStep, Raised, Spot, Trace
 from gradgate.doctor._values import Values
@@ -66,7 +67,7 @@ class Tracer:
         self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Spot]] = {}
         self.late_backward: Backward | None = None
         self.active = False
-        self.modules: list[torch.nn.Module] = []
+        self.running = Running()
         self.before_step: list[Callable[[torch.optim.Optimizer], None]] = []
         self.after_step: list[Callable[[torch.optim.Optimizer], None]] = []
         self._calls = _Calls(self)
@@ -106,7 +107,7 @@ class Tracer:
         if self._step_frame is None:  # an optimizer that raised has left the modes out of force
             self.leave_modes()
         self._step_frame = None
-        self.modules.clear()
+        self.running.forget()
         if self._packing is not None:
             self._packing.__exit__()
             self._packing = None
@@ -148,6 +149,7 @@ class Tracer:
         self.births.forget()
         self.off_switch = -1
         self.off_switches.clear()
+        self.running.go_on_in(self.trace)
         return old
 
     # --- where ----------------------------------------------------------------------------------------------------
@@ -220,7 +222,8 @@ class Tracer:
             Op(
                 operator,
                 spot,
-                self.modules[-1] if self.modules else None,
+                self.running.module,
+                self.running.call,
                 newest,
                 records,
                 self.off_switch if not records else -1,
@@ -274,8 +277,8 @@ class Tracer:
         """
         value = self.values.write(tensor)
         self.values.unconnected.add(value)
-        newest, module = latest_node_number(), self.modules[-1] if self.modules else None
-        self.trace.ops.append(Op(_DETACH, self.here(), module, newest, True, -1, (code,), (value,), ("detach",)))
+        module, call, newest = self.running.module, self.running.call, latest_node_number()
+        self.trace.ops.append(Op(_DETACH, self.here(), module, call, newest, True, -1, (code,), (value,), ("detach",)))
 
     def note_raised(self, args: tuple[Any, ...], error: RuntimeError) -> None:
         """Write down a call that raised, whether the user catches it or not.
@@ -298,18 +301,18 @@ class Tracer:
         if not self.active:
             return
         self._after_a_failed_step()
-        if not self.modules:
+        if self.running.module is None:
             known = self.trace.modules
             if not any(module is other for other in known):
                 known.append(module)
             if self.trace.batch_size is None:
                 sizes = [x.shape[0] for x in inputs if isinstance(x, _Tensor) and x.dim()]
                 self.trace.batch_size = sizes[0] if sizes else None
-        self.modules.append(module)
+        self.running.begin(module, self.trace)
 
     def _module_ends(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if self.active and self.modules:
-            self.modules.pop()
+        if self.active:
+            self.running.end()
 
     def _after_a_failed_step(self) -> None:
         """Look again if an optimizer raised in its step and the user went on."""

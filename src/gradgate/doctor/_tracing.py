@@ -14,6 +14,7 @@ from gradgate._checks import check_module
 from gradgate.doctor._diagnosing import Examination
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._gradients import Gradients
+from gradgate.doctor._graph import Graph, Layer
 from gradgate.doctor._trace import Trace
 from gradgate.records import Finding
 
@@ -45,15 +46,20 @@ class Tracing:
         self._examination.tracer.before_step.insert(0, self._before_step)
         self._examination.tracer.after_step.append(self._after_step)
         self._findings: dict[Finding, None] = {}
+        self._drawn: tuple[Graph | None, tuple[Layer, ...]] = (None, ())
         self._exception: BaseException | None = None
         self._zeros = 0
 
     @property
     def diagnosis(self) -> Diagnosis:
-        """Give what was found so far, over all steps; inside the block, up to the last step of the optimizer."""
+        """Give what was found so far, over all steps; inside the block, up to the last step of the optimizer.
+
+        The graph is that of the newest step that the rules looked at: one of the first, or a later one that looked
+        suspicious.
+        """
         order = ("error", "warning", "info")
         findings = sorted(self._findings, key=lambda finding: order.index(finding.severity))
-        return Diagnosis(tuple(findings), self._exception)
+        return Diagnosis(tuple(findings), self._exception, *self._drawn)
 
     def __enter__(self) -> Tracing:
         self._examination.tracer.install()
@@ -84,7 +90,7 @@ class Tracing:
         self._exception = error if isinstance(error, Exception) else None
         trace = self._examination.tracer.trace
         if self._exception is not None or trace.backwards or not self.steps:
-            self._findings.update(dict.fromkeys(self._examination.conclude(self._exception).findings))
+            self._add(self._examination.conclude(self._exception))
         self._begin_step()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -96,10 +102,15 @@ class Tracing:
         self.steps += 1
         if examination.thorough or examination.tracer.trace.optimizer_steps[-1].again:
             self._zeros = len(examination.tracer.trace.zeros)
-            self._findings.update(dict.fromkeys(examination.conclude(None).findings))
+            self._add(examination.conclude(None))
         self._begin_step()
         if self.after_step is not None and examination.tracer.can_pause():
             self.after_step()
+
+    def _add(self, diagnosis: Diagnosis) -> None:
+        self._findings.update(dict.fromkeys(diagnosis.findings))
+        if diagnosis.graph is not None:
+            self._drawn = diagnosis.graph, diagnosis.layers
 
     def _begin_step(self) -> None:
         examination, model = self._examination, self._examination.model

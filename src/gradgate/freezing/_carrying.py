@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from gradgate._held import WATCHERS, watchers_of
+
 __all__ = ["Watcher", "attach", "detach", "watchers_of"]
 
-_ATTRIBUTE = "_gradgate_watchers"
-_ATTRIBUTES = (_ATTRIBUTE, "__deepcopy__", "__reduce_ex__")
-_NONE: dict[str, Any] = {}
+_ATTRIBUTES = (WATCHERS, "__deepcopy__", "__reduce_ex__")
 
 
 class Watcher:
@@ -47,17 +47,12 @@ class Watcher:
         """Look at the parameter after the step."""
 
 
-def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """Give the watchers of a parameter by their kind; empty for most parameters."""
-    return getattr(parameter, _ATTRIBUTE, _NONE)
-
-
 def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:
     """Give a parameter a watcher, which from now on goes where the parameter goes."""
-    if not hasattr(parameter, _ATTRIBUTE):
+    if not hasattr(parameter, WATCHERS):
         # copy and pickle ask the object itself before its class, so this reaches one parameter and no other.
         reference = weakref.ref(parameter)
-        setattr(parameter, _ATTRIBUTE, {})
+        setattr(parameter, WATCHERS, {})
         parameter.__dict__["__deepcopy__"] = partial(_copied, reference)
         parameter.__dict__["__reduce_ex__"] = partial(_reduced, reference)
     watchers_of(parameter)[kind] = watcher

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from gradgate._held import HOLD
 from gradgate.freezing._carrying import Watcher, attach, detach, watchers_of
 from gradgate.freezing._regions import Everything, Region, union
 from gradgate.freezing._steps import skips_missing_gradients, watch_steps
@@ -21,7 +22,6 @@ __all__ = ["ROWS_TOKEN", "Hold", "hold_of", "take_hold"]
 
 ROWS_TOKEN = "train_rows"  # the freeze of a table whose rows learn elsewhere; there is one at most
 
-_KIND = "hold"
 # State that does not rest at 0: the average of the weights (ASGD) and the size of the next step (Rprop).
 _NOT_AT_REST_AT_ZERO = {"ax", "step_size"}
 
@@ -94,7 +94,7 @@ class Hold(Watcher):
         if not self.freezes and not self.pins:
             if self._hook is not None:
                 self._hook.remove()
-            detach(parameter, _KIND)
+            detach(parameter, HOLD)
             return
         self._kept, self._stepping = None, False
         self._met.clear()
@@ -201,7 +201,7 @@ def _mark(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 def hold_of(parameter: torch.Tensor) -> Hold | None:
     """Give the hold of a parameter, if it has one."""
-    return watchers_of(parameter).get(_KIND)
+    return watchers_of(parameter).get(HOLD)
 
 
 def take_hold(parameter: torch.Tensor) -> Hold:
@@ -209,5 +209,5 @@ def take_hold(parameter: torch.Tensor) -> Hold:
     hold = hold_of(parameter)
     if hold is None:
         hold = Hold()
-        attach(parameter, _KIND, hold)
+        attach(parameter, HOLD, hold)
     return hold

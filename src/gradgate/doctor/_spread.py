@@ -1,0 +1,96 @@
+"""How a NaN or an infinity that does harm went from module to module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from gradgate.doctor._case import Case
+from gradgate.doctor._nonfinite import births_behind_loss, births_in_backward
+from gradgate.doctor._trace import BadValue, Op
+from gradgate.doctor._traps import bare_value
+from gradgate.doctor._ways import LOSS
+
+__all__ = ["INPUT", "Spread", "spread_of"]
+
+INPUT = -1
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where it went.
+
+    Args:
+        path: Places of the modules, from the birth on; `INPUT` where it came in with the data, `LOSS` for the loss.
+        values: The values of the forward pass that hold it.
+    """
+
+    path: list[int] = field(default_factory=list)
+    values: frozenset[int] = frozenset()
+
+
+def spread_of(case: Case, places: dict[int, int]) -> Spread:
+    """Follow what did harm in a step.
+
+    Args:
+        case: The step.
+        places: The place of each module, by its `id`.
+
+    Returns:
+        The spread, in the order in which it happened; empty where all is finite or no harm was done.
+    """
+    births = births_behind_loss(case)
+    if births:
+        return _forward(case, births, places)
+    births = births_in_backward(case)
+    if births and any(case.gradient(p).bad for p in case.parameters.values()):
+        return Spread(_backward(case, births, places))
+    return Spread()
+
+
+def _forward(case: Case, births: list[BadValue], places: dict[int, int]) -> Spread:
+    trace, behind = case.trace, case.flow.behind_losses
+    born = {birth.op: birth for birth in births if birth.stage == "forward"}
+    bad = {birth.value for birth in births if birth.stage == "arrived"}
+    path = dict.fromkeys(INPUT for value in bad if _is_input(case, value))
+    for number, op in enumerate(trace.ops):
+        if number not in born and not any(code >> 1 in bad for code in op.inputs):
+            continue
+        made = [value for value in op.outputs if value in behind and (value in trace.spoiled or op.operator.view)]
+        bad.update(made)
+        if made and (number in born or _works(case, op)) and id(op.module) in places:
+            path.setdefault(places[id(op.module)])
+    return Spread([*path, LOSS], frozenset(bad))
+
+
+def _is_input(case: Case, value: int) -> bool:
+    root = case.trace.roots.get(bare_value(case.flow, value))
+    return root is None or not case.names.has_tensor(root.number)
+
+
+def _works(case: Case, op: Op) -> bool:
+    return op.call >= 0 and case.trace.calls[op.call].leaf
+
+
+def _backward(case: Case, births: list[BadValue], places: dict[int, int]) -> list[int]:
+    trace = case.trace
+    first = max(births, key=lambda birth: birth.op)
+    op = trace.ops[first.op] if first.op >= 0 else None
+    born = places.get(id(op.module), LOSS) if op is not None else LOSS
+    sent = {id(trace.calls[way.call].module) for way in trace.ways if way.call >= 0 and way.is_bad}
+    last_op: dict[int, int] = {}
+    for number, later in enumerate(trace.ops[: first.op + 1 if first.op >= 0 else None]):
+        if _works(case, later):
+            last_op[id(later.module)] = number
+    went = [module for module in sorted(last_op, key=lambda m: last_op[m], reverse=True) if module in places]
+    hurt = {
+        id(module)
+        for module in {id(c.module): c.module for c in trace.calls}.values()
+        if any(_is_hurt(case, parameter) for parameter in module.parameters(recurse=False))
+    }
+    return list(dict.fromkeys([born, *(places[module] for module in went if module in sent or module in hurt)]))
+
+
+def _is_hurt(case: Case, parameter: torch.Tensor) -> bool:
+    return case.gradient(parameter).bad is not None
