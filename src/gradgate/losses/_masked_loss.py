@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,15 +79,18 @@ def masked_loss(
     reduction = kw.get("reduction", getattr(loss_fn, "reduction", "mean"))
     if not has_data(input, target, mask):
         return _standing_in(loss_fn, picking, input, target, more, kw, mask, weights, reduction, empty)
+    if picking.ignored is not None and weights is None and reduction != "none":
+        left_out = mask.logical_not().reshape(-1).nonzero().squeeze(1)
+        if len(left_out) < mask.numel() and picking.finite_at(left_out, input):
+            # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position
+            # knows nothing of another's.
+            return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
     rows = mask.reshape(-1).nonzero().squeeze(1)
     if len(rows) == 0:
         return _nothing(input, mask, reduction, empty)
     if weights is None and reduction != "none":
         if len(rows) == mask.numel():
             return loss_fn(input, target, *more, **kw)
-        if picking.ignored is not None and math.isfinite(input.detach().sum().item()):
-            # Torch's own way of leaving positions out is exact as long as no logit is NaN or infinite.
-            return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
         return loss_fn(*picking.picked(rows, input, target, more), **picking.picked_keywords(rows, kw))
     per_element = _unreduced(loss_fn, kw)(
         *picking.picked(rows, input, target, more), **picking.picked_keywords(rows, kw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ class Picking:
     def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
         """Say how much each place of the unreduced loss adds to the denominator."""
         return torch.ones((), device=target.device).expand(self.shape)
+
+    def finite_at(self, rows: torch.Tensor, input: torch.Tensor) -> bool:
+        """Tell whether what is left out can be left to torch's own `ignore_index`."""
+        return False
 
     def stood_in(self, mask: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
         """Give the arguments with harmless values in the places that are left out."""
@@ -169,6 +174,12 @@ class _ByPosition(Picking):
         over_classes = mask.unsqueeze(1) if input.dim() > 1 else mask
         safe = torch.where(mask if self.indices else over_classes, target, 0)
         return [torch.where(over_classes, input, 0), safe, *more]
+
+    def finite_at(self, rows: torch.Tensor, input: torch.Tensor) -> bool:
+        """Tell whether the scores at these positions are finite for certain; where those lie apart, look at all."""
+        scores = input.detach()
+        scores = scores.index_select(0, rows) if scores.dim() == 2 else scores
+        return math.isfinite(scores.sum().item())
 
     def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
         return argument.reshape(-1).index_select(0, rows) if self.indices else self._behind(rows, argument)
