@@ -39,7 +39,7 @@ check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check               ## everything that must pass
+test: check docs          ## everything that must pass
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 bench: $(VENV)/.dev       ## every benchmark, its goal, and benchmarks/results.md

@@ -14,7 +14,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 __all__ = ["Finding", "Incident", "Severity", "Sink", "Stage"]
 
 Stage = Literal["load", "forward", "loss", "backward"]
+"""Where a sample failed."""
 Severity = Literal["error", "warning", "info"]
+"""How much a finding matters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,91 @@
+"""Write docs/api.md, every public name on one page: `python -m tests.api_page`."""
+
+import ast
+import inspect
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import gradgate
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "api.md"
+ENTRY = re.compile(r"^::: (gradgate\.[\w.]+)", re.MULTILINE)
+# In the order in which a reader meets them; rooms that are not named here come after these.
+ORDER = ("modes", "gates", "masked", "edits", "freezing", "losses", "guard", "loading", "ledger", "replaying", "doctor")
+
+HEAD = """\
+---
+hide: [navigation]
+---
+
+# The public API
+
+Every public name, with its arguments and one line. A name links to its entry, which has the arguments in full, what it
+raises, its gradient and an example. `gg` is `import gradgate as gg`; the others are had from their room, as in
+`from gradgate import masked`. Arguments behind `*` have to be named. This page is made from the code
+(`python -m tests.api_page`).
+
+The same words mean the same everywhere: `keep=` is a boolean mask, True takes part; `exclude=` is a value or several
+that do not; `frozen=` marks what must not move; `dim`, `keepdim` and `dtype` are torch's; `empty=` is what a slice with
+nothing kept gives.
+"""
+
+
+def places():
+    """Give the page of every documented name."""
+    pages = sorted((ROOT / "docs" / "rooms").glob("*.md"))
+    return {name: page.name for page in pages for name in ENTRY.findall(page.read_text())}
+
+
+def arguments(thing):
+    """Give the names of a function's arguments as they are written in a call; nothing for a class or a value."""
+    if not inspect.isfunction(thing):
+        return ""
+    words, starred = [], False
+    for parameter in inspect.signature(thing).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            words.append("*")
+            starred = True
+        starred = starred or parameter.kind is parameter.VAR_POSITIONAL
+        mark = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        words.append(mark + parameter.name)
+    return f"({', '.join(words)})"
+
+
+def sentence(room, name):
+    """Give the first line of what a name says of itself: its docstring, or the text beneath its assignment."""
+    thing = getattr(room, name)
+    if str(getattr(thing, "__module__", "")).startswith("torch"):
+        return f"`torch.{name}`, torch's own."
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        found = inspect.getdoc(thing)
+    else:
+        body = ast.parse(inspect.getsource(room)).body
+        found = next(
+            after.value.value
+            for before, after in pairwise(body)
+            if isinstance(before, ast.Assign) and before.targets[0].id == name
+        )
+    return found.strip().splitlines()[0].replace("|", "\\|")
+
+
+def page():
+    """Give the text of the page."""
+    entries = places()
+    parts = [HEAD]
+    for room_name in sorted(gradgate._ROOMS, key=lambda room: (*ORDER, room).index(room)):
+        room = getattr(gradgate, room_name)
+        parts.append(f"\n## {room_name}\n\n{room.__doc__.strip().splitlines()[0]}\n\n| name | |\n|---|---|\n")
+        at_root = [name for name in room.__all__ if gradgate._ROOM_OF.get(name) == room_name]
+        for name in [*at_root, *(name for name in room.__all__ if name not in at_root)]:
+            thing = getattr(room, name)
+            shown = f"gg.{name}" if name in at_root else f"{room_name}.{name}"
+            full = f"gradgate.{room_name}.{name}"
+            target = f"rooms/{entries[full]}#{full}" if full in entries else "rooms/modes.md"  # torch's own have no entry
+            parts.append(f"| [`{shown}{arguments(thing)}`]({target}) | {sentence(room, name)} |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

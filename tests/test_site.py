@@ -1,0 +1,81 @@
+"""The documentation as a whole: every page is in the navigation, and one that stands for another file is that file."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import api_page
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+SECTIONS = [
+    "Start",
+    "Questions",
+    "Rooms",
+    "Troubles",
+    "How it works",
+    "API",
+    "Limits",
+    "Compared",
+    "Benchmarks",
+]
+LINK = re.compile(r"\]\(([^)#]+\.(?:md|svg|png))(?:#[^)]*)?\)")
+
+
+def navigation():
+    """Give the lines of the navigation; they are plain enough to be read without a parser."""
+    return (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+
+
+def without_front_matter(text):
+    return re.sub(r"\A---\n.*?\n---\n\n", "", text, flags=re.DOTALL)
+
+
+def test_the_sections_come_in_the_order_of_a_reader():
+    assert re.findall(r"^  - ([^:]+):", navigation(), re.MULTILINE) == SECTIONS
+
+
+def test_every_page_is_in_the_navigation_once():
+    assert sorted(re.findall(r"[\w/-]+\.md$", navigation(), re.MULTILINE)) == sorted(PAGES)
+
+
+def test_every_trouble_is_in_the_list_of_troubles_under_its_own_title():
+    listed = (DOCS / "troubles" / "index.md").read_text()
+    for page in (DOCS / "troubles").glob("*.md"):
+        if page.name != "index.md":
+            (shown,) = re.findall(rf"^- \[(.+)\]\({re.escape(page.name)}\)$", listed, re.MULTILINE)
+            title = page.read_text().splitlines()[0].removeprefix("# ")
+            assert shown.split(";")[0] in title, page.name
+
+
+def test_a_trouble_is_shown_explained_and_ended():
+    """A page runs its symptom, says why, and runs a way out."""
+    for page in (DOCS / "troubles").glob("*.md"):
+        text = page.read_text()
+        if page.name not in ("index.md", "loss-divided-by-the-wrong-number.md"):  # that one has three troubles
+            assert "## Why" in text, page.name
+            assert text.index("```python") < text.index("## Why") < text.rindex("```python"), page.name
+
+
+@pytest.mark.parametrize(("page", "source"), [("limits.md", "LIMITATIONS.md")])
+def test_a_page_that_stands_for_another_file_is_nothing_but_that_file(page, source):
+    assert without_front_matter((DOCS / page).read_text()) == f'--8<-- "{source}"\n'
+    assert (ROOT / source).is_file()
+
+
+def test_the_list_of_public_names_is_the_one_of_the_code():
+    assert api_page.PAGE.read_text() == api_page.page(), "run: python -m tests.api_page"
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_links_between_pages_lead_somewhere(page):
+    for target in LINK.findall((DOCS / page).read_text()):
+        if "://" not in target:
+            assert (DOCS / page).parent.joinpath(target).resolve().is_file(), target
+
+
+def test_pages_name_no_machine():
+    for page in [ROOT / "README.md", *(DOCS / name for name in PAGES)]:
+        assert not re.search(r"/(?:work|tmp|root|home)/\w", page.read_text()), page
