@@ -54,6 +54,15 @@ function binned(incidents: Incidents, axis: Axis, group: Int32Array, groups: num
   return { centres: Array.from({ length: bins }, (_, bin) => low + bin * width + middle), width, counts };
 }
 
+/** Within two minutes the clock says little, and the number of the step more. */
+function shortRun(incidents: Incidents): boolean {
+  const times = incidents.numbers.time.filter((time) => !Number.isNaN(time));
+  const span = (times[times.length - 1] ?? 0) - (times[0] ?? 0);
+  return span < 120_000 && !incidents.numbers.step.every(Number.isNaN);
+}
+
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 2592000, 31536000];
+
 /** 09:30, with the date under the first one of a day. */
 function clockTimes(_: uPlot, splits: number[], __: number, ___: number, step: number): string[] {
   let day = "";
@@ -74,16 +83,17 @@ export class Timeline {
   private readonly reading = h("p", { class: "note reading", "aria-live": "polite" });
   private readonly hidden = new Set<string>();
   private axis: Axis = "time";
+  private chosen = false;
   private plot: uPlot | null = null;
 
   constructor(private readonly selection: Selection) {
     const controls = h("div", { class: "controls" }, this.legend, this.axes);
     this.element = section("timeline", "Incidents over time", "drag over the bars to narrow the table", controls, this.chart, this.reading);
     for (const axis of ["time", "step"] as const) {
-      const button = h("button", { type: "button", "aria-pressed": String(axis === this.axis) }, axis === "time" ? "Time" : "Step");
+      const button = h("button", { type: "button", "data-axis": axis }, axis === "time" ? "Time" : "Step");
       button.addEventListener("click", () => {
-        this.axis = axis;
-        for (const one of this.axes.children) one.setAttribute("aria-pressed", String(one === button));
+        this.chosen = true;
+        this.show(axis);
         this.draw();
       });
       this.axes.append(button);
@@ -94,6 +104,7 @@ export class Timeline {
 
   draw(): void {
     const { incidents } = this.selection.ledger;
+    if (!this.chosen) this.show(shortRun(incidents) ? "step" : "time");
     const { names, totals, group } = rankCauses(incidents);
     const bins = binned(incidents, this.axis, group, names.length);
     this.drawLegend(names, totals);
@@ -114,6 +125,11 @@ export class Timeline {
     this.plot = new uPlot(this.options(bins, shown), [this.xs(bins), ...heights.reverse()], this.chart);
   }
 
+  private show(axis: Axis): void {
+    this.axis = axis;
+    for (const one of this.axes.children) one.setAttribute("aria-pressed", String((one as HTMLElement).dataset.axis === axis));
+  }
+
   private xs(bins: Bins): number[] {
     return this.axis === "time" ? bins.centres.map((value) => value / 1000) : bins.centres;
   }
@@ -129,7 +145,7 @@ export class Timeline {
       cursor: { drag: { x: true, y: false, setScale: false }, points: { show: false }, y: false },
       scales: { x: { time: this.axis === "time", range: [xs[0]! - half, xs[xs.length - 1]! + half] }, y: { range: (_, __, high) => [0, Math.max(1, high * 1.05)] } },
       axes: [
-        { ...axis, grid: { show: false }, space: 80, ...(this.axis === "time" ? { values: clockTimes } : {}) },
+        { ...axis, grid: { show: false }, space: 80, ...(this.axis === "time" ? { values: clockTimes, incrs: SECONDS } : {}) },
         { ...axis, grid: { stroke: shade("--line"), width: 1 }, size: 48, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
       ],
       series: [

@@ -1,13 +1,15 @@
 """`gradgate` on the command line; each command loads its room only when it runs.
 
 Ends with 0 when all went well, 1 when something could not be done (the reason is on stderr), 2 when the command was
-written wrongly. `replay` ends with 3 when the same fault came again, and with 4 when another one did.
+written wrongly. `doctor` ends as the script ends. `replay` ends with 3 when the same fault came again, and with 4 when
+another one did.
 """
 
 from __future__ import annotations
 
+import platform
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from io import TextIOWrapper
 
 import click
@@ -50,10 +52,34 @@ class _Commands(click.Group):
             raise click.ClickException(str(error)) from error
 
 
+def _show_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    """Say the versions of gradgate, of torch if it is installed (it is not loaded for that), and of Python."""
+    if not wanted or ctx.resilient_parsing:
+        return
+    try:
+        torch = f", torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = ""
+    click.echo(f"gradgate {gradgate.__version__}{torch}, Python {platform.python_version()}")
+    ctx.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(gradgate.__version__, prog_name="gradgate")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the versions and exit.",
+)
 def main() -> None:
-    """Decide, value by value, what your PyTorch model learns from."""
+    """Decide, value by value, what your PyTorch model learns from.
+
+    Each command has its own --help with an example.
+
+    Example: gradgate report run.ledger -o report.html
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # Names of samples may hold what this terminal cannot show.
             stream.reconfigure(errors="backslashreplace")

@@ -40,6 +40,8 @@ def doctor(
 
     The first steps are traced, the rest runs at full speed. When a later step goes wrong, the script is run again
     and that step is traced. Ends as the script ends; see --fail-on for more.
+
+    Example: gradgate doctor --html step.html train.py --epochs 1
     """
     from rich.console import Console  # Here, because both are loaded for this command only.
 

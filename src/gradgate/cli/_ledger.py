@@ -24,6 +24,8 @@ def ledger() -> None:
 
     LEDGER is the file that `gg.Ledger("run.ledger")` writes. Times are dates ("2026-11-15", "2026-11-15T21:30") or
     ages ("90s", "2h", "3d").
+
+    Example: gradgate ledger stats run.ledger
     """
 
 
@@ -56,7 +58,10 @@ def _filters(command: Callable[..., None]) -> Callable[..., None]:
 @json_option
 @_filters
 def list_incidents(path: Path, limit: int, as_json: bool, filters: dict[str, Any]) -> None:
-    """List incidents, the newest first."""
+    """List incidents, the newest first.
+
+    Example: gradgate ledger list run.ledger --cause "non-finite gradient" --since 12h
+    """
     found = Ledger(path, read_only=True).incidents(limit=limit, newest_first=True, **filters)
     if as_json:
         show_json([incident.to_dict() for incident in found])
@@ -79,7 +84,10 @@ def list_incidents(path: Path, limit: int, as_json: bool, filters: dict[str, Any
 @click.argument("incident_id")
 @json_option
 def show(path: Path, incident_id: str, as_json: bool) -> None:
-    """Show one incident; the beginning of its id is enough."""
+    """Show one incident; the beginning of its id is enough.
+
+    Example: gradgate ledger show run.ledger 5e65948f
+    """
     book = Ledger(path, read_only=True)
     incident = book.incident(incident_id)
     payload, snapshot = book.payload_of(incident.id), book.snapshot_of(incident.id)
@@ -114,7 +122,10 @@ def show(path: Path, incident_id: str, as_json: bool) -> None:
 @json_option
 @_filters
 def stats(path: Path, as_json: bool, filters: dict[str, Any]) -> None:
-    """Count incidents by run, stage, cause and exception."""
+    """Count incidents by run, stage, cause and exception.
+
+    Example: gradgate ledger stats run.ledger --run night --json
+    """
     book = Ledger(path, read_only=True)
     counted = book.stats(**filters)
     bad = len(book.bad_ids())
@@ -146,7 +157,10 @@ def stats(path: Path, as_json: bool, filters: dict[str, Any]) -> None:
 @click.option("--reason", default="", help="Why, for the record.")
 @json_option
 def release(path: Path, sample_ids: tuple[str, ...], reason: str, as_json: bool) -> None:
-    """Take samples out of quarantine; what they did until now does not count any more."""
+    """Take samples out of quarantine; what they did until now does not count any more.
+
+    Example: gradgate ledger release run.ledger img_17.png --reason "label repaired"
+    """
     book = Ledger(path)
     released = [{"sample_id": sample, "was_bad": book.release(sample, reason)} for sample in sample_ids]
     if as_json:
@@ -163,7 +177,10 @@ def release(path: Path, sample_ids: tuple[str, ...], reason: str, as_json: bool)
 @json_option
 @_filters
 def export(path: Path, target: Path, kind: str | None, as_json: bool, filters: dict[str, Any]) -> None:
-    """Write incidents to FILE as csv, jsonl or parquet; - is the standard output (as csv or as --format says)."""
+    """Write incidents to FILE as csv, jsonl or parquet; - is the standard output (as csv or as --format says).
+
+    Example: gradgate ledger export run.ledger incidents.csv --persistent
+    """
     book = Ledger(path, read_only=True)
     if str(target) == "-":
         book.export(sys.stdout.buffer, kind or ("jsonl" if as_json else "csv"), **filters)
@@ -180,7 +197,10 @@ def export(path: Path, target: Path, kind: str | None, as_json: bool, filters: d
 @click.argument("others", metavar="OTHER...", nargs=-1, required=True, type=_FILE)
 @json_option
 def merge(path: Path, others: tuple[Path, ...], as_json: bool) -> None:
-    """Copy into LEDGER what it does not have of each OTHER; doing it again changes nothing."""
+    """Copy into LEDGER what it does not have of each OTHER; doing it again changes nothing.
+
+    Example: gradgate ledger merge run.ledger rank0.ledger rank1.ledger
+    """
     book = Ledger(path)
     copied = [{"ledger": str(other), "new_incidents": book.merge(other)} for other in others]
     if as_json:
@@ -197,7 +217,10 @@ def merge(path: Path, others: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--seconds", type=click.FloatRange(min=0), default=60, show_default=True, help="How long it may take.")
 @json_option
 def sql(path: Path, question: str, limit: int, seconds: float, as_json: bool) -> None:
-    """Ask in SQL about the views incidents, samples and runs; nothing can be changed this way."""
+    """Ask in SQL about the views incidents, samples and runs; nothing can be changed this way.
+
+    Example: gradgate ledger sql run.ledger "SELECT cause, count(*) FROM incidents GROUP BY cause"
+    """
     answer = Ledger(path, read_only=True).sql(question, limit=limit, seconds=seconds)
     if as_json:
         show_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])

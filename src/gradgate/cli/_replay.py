@@ -43,6 +43,8 @@ def replay(
     """Run one recorded sample again, forward and backward.
 
     Ends with 0 if it no longer fails, 3 if the same fault came again, 4 if another one did.
+
+    Example: gradgate replay run.ledger 5e65948f --entry train:loss_fn --doctor
     """
     from gradgate import replaying  # Here, because it loads torch, and `--help` does not need it.
 

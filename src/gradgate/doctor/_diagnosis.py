@@ -12,10 +12,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from gradgate.doctor._graph import Graph, Layer
-from gradgate.doctor._page import page_of
 from gradgate.doctor._terminal import lines_of
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
+from gradgate.report import write_page
 
 __all__ = ["Diagnosis"]
 
@@ -107,12 +107,12 @@ class Diagnosis:
         return json.dumps(self.to_dict())
 
     def to_html(self, path: str | Path) -> None:
-        """Write all of it as one page that needs nothing else.
+        """Write all of it as one page that needs nothing else: the findings, the graph, the norm of each gradient.
 
         Args:
             path: Where to.
         """
-        Path(path).write_text(page_of(self.to_dict()), encoding="utf-8")
+        write_page(path, diagnosis=self.to_dict())
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -21,6 +21,8 @@ __all__ = ["Place", "is_foreign", "is_package_file", "locate", "place_of_traceba
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _GRADGATE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# The demonstration ships with the package, but what it shows is a user's training.
+_DEMO = os.path.join(_GRADGATE, "cli", "demo") + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep})
 
@@ -41,6 +43,7 @@ def is_foreign(code: CodeType) -> bool:
         file = code.co_filename
         inside = file.startswith((_TORCH, _GRADGATE, "<frozen", "<string>", "<__array_function__"))
         inside = inside or (file.startswith(_STDLIB) and not file.startswith(_PACKAGES))
+        inside = inside and not file.startswith(_DEMO)
         known = _inside[code] = inside
     return known
 

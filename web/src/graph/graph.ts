@@ -82,7 +82,7 @@ export class GraphSection {
 
   /** As large as can be seen as a whole, but never so small that it cannot be read. */
   private fit(): number {
-    return this.placed ? Math.max(0.6, scaleFor(this.placed, this.room())) : 1;
+    return this.placed ? Math.max(0.75, scaleFor(this.placed, this.room())) : 1;
   }
 
   private deepen(step: number): void {

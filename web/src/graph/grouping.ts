@@ -164,7 +164,8 @@ export class Grouping {
     const found = new Map<string, Line>();
     const bad = new Set<string>();
     const path = this.graph.nonfinite_path.map((place) => this.seenAs(place));
-    path.slice(1).forEach((to, at) => bad.add(`${path[at]} ${to}`));
+    // Forward it goes along the lines, backward against them.
+    path.slice(1).forEach((to, at) => bad.add(`${path[at]} ${to}`).add(`${to} ${path[at]}`));
     for (const edge of this.graph.edges) {
       const from = this.seenAs(edge.from);
       const to = this.seenAs(edge.to);

@@ -29,7 +29,7 @@ __all__ = ["demo"]
     default=Path("gradgate-demo"),
     show_default=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the ledger goes; files of an earlier demonstration there are replaced.",
+    help="Where the ledger and the page go; files of an earlier demonstration there are replaced.",
 )
 @json_option
 @click.pass_context
@@ -43,6 +43,7 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
     import torch  # Here and below, because all of it loads torch, and `--help` does not need it.
 
     from gradgate.cli.demo._data import load
+    from gradgate.cli.demo._ending import write_ending
     from gradgate.cli.demo._show import Screen
     from gradgate.cli.demo._ways import WAYS, Training
     from gradgate.ledger import Ledger
@@ -65,10 +66,11 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
     right = found == {str(index) for index in train.broken}
     replayed = _replayed(ledger, trainings["c"])
     ledger.close()
+    page = write_ending(out / "report.html", path, Training(train, test, epochs, seed))
     if as_json:
-        show_json(_answer(trainings, train.broken, same, right, path, replayed))
+        show_json({**_answer(trainings, train.broken, same, right, path, replayed), "report": str(page)})
     else:
-        screen.conclude(same=same, right=right, ledger=path, replayed=replayed)
+        screen.conclude(same=same, right=right, ledger=path, replayed=replayed, page=page)
     ctx.exit(0 if same and right else 1)
 
 

@@ -59,7 +59,7 @@ class Screen:
         self._states[way] = progress
         self._live.update(self._table(), refresh=True)
 
-    def conclude(self, *, same: bool, right: bool, ledger: Path, replayed: Any) -> None:
+    def conclude(self, *, same: bool, right: bool, ledger: Path, replayed: Any, page: Path) -> None:
         """Say what came of it.
 
         Args:
@@ -67,6 +67,7 @@ class Screen:
             right: Whether exactly the broken samples were dropped.
             ledger: The ledger's path.
             replayed: One incident again, if there was one.
+            page: The page that shows all of it.
         """
         tell = self._console.print
         tell()
@@ -76,7 +77,8 @@ class Screen:
             tell("\n[bold]One of them again[/bold], from the ledger:")
             for line in str(replayed).splitlines():
                 tell(Text("  " + line))
-        tell(f"\n[bold]Every drop is written down:[/bold] gradgate ledger list {ledger}")
+        tell(f"\n[bold]Every drop is written down:[/bold] gradgate ledger list {ledger}", soft_wrap=True)
+        tell(f"[bold]All of it on one page:[/bold] {page}", soft_wrap=True)
 
     @staticmethod
     def _verdict(holds: bool, sentence: str) -> Text:
