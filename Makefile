@@ -44,9 +44,11 @@ test: check docs          ## everything that must pass
 
 bench: $(VENV)/.dev       ## every benchmark, its goal, and benchmarks/results.md
 	$(BIN)/python -m benchmarks --write
+	$(BIN)/python -m benchmarks.cited
 
 bench-quick: $(VENV)/.dev ## the same with few rounds: a first look, with more noise
 	$(BIN)/python -m benchmarks --quick --write
+	$(BIN)/python -m benchmarks.cited
 
 docs: $(VENV)/.docs       ## the documentation, strictly
 	$(BIN)/zensical build --strict

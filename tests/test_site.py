@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import cited
 from tests import api_page
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +75,26 @@ def test_links_between_pages_lead_somewhere(page):
     for target in LINK.findall((DOCS / page).read_text()):
         if "://" not in target:
             assert (DOCS / page).parent.joinpath(target).resolve().is_file(), target
+
+
+def test_the_measured_numbers_are_those_that_the_benchmark_printed():
+    rows = cited.measured(cited.RESULTS.read_text())
+    pages = [page for page in cited.PAGES if "<!-- bench:" in page.read_text()]
+    assert pages
+    for page in pages:
+        assert cited.with_numbers(page.read_text(), rows) == page.read_text(), "run: python -m benchmarks.cited"
+
+
+def test_a_number_that_was_not_measured_is_found():
+    rows = cited.measured(
+        "| what | goal | measured | | the field |\n|---|---|---|---|---|\n| a | 1 | 2 (iqr 0) | met | b 3 (4 us) |\n"
+    )
+    assert rows == {"a": ("2", "b 3 (4 us)")}
+    assert cited.with_numbers("<!-- bench: a -->7<!-- -->", rows) == "<!-- bench: a -->2<!-- -->"
+    assert cited.with_numbers("<!-- bench: a -> b -->7<!-- -->", rows) == "<!-- bench: a -> b -->3<!-- -->"
+    for unknown in ("<!-- bench: c -->7<!-- -->", "<!-- bench: a -> c -->7<!-- -->"):
+        with pytest.raises(KeyError):
+            cited.with_numbers(unknown, rows)
 
 
 def test_pages_name_no_machine():
