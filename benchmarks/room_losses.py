@@ -43,6 +43,8 @@ ROWS = [
         ours="masked_loss(cross_entropy)",
         base="cross_entropy(ignore_index)",
         at_most=1.1,
+        rounds=100,
+        seconds=6.0,
     ),
     Row(
         "losses",

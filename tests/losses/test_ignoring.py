@@ -74,6 +74,27 @@ def test_a_nan_that_comes_back_stays_with_what_is_kept(kw):
     assert (logits.grad[LEFT_OUT] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_every_precision(dtype):
+    logits = torch.randn(6, 4, dtype=dtype)
+    positions, loss, gradient = loss_and_gradient(logits, {})
+    assert positions == 6
+    torch.testing.assert_close(loss, F.cross_entropy(logits[KEPT], TARGET[KEPT]))
+    logits[LEFT_OUT, 2] = math.nan
+    positions, _, ours = loss_and_gradient(logits, {})
+    assert positions == 4
+    torch.testing.assert_close(ours, gradient)
+
+
+def test_inside_torch_func():
+    logits = torch.randn(6, 4)
+    _, _, gradient = loss_and_gradient(logits, {})
+    logits[LEFT_OUT, 2] = math.nan
+    sloped = torch.func.grad(lambda x: masked_loss(F.cross_entropy, x, TARGET, exclude=255))
+    torch.testing.assert_close(sloped(logits), gradient)
+    torch.testing.assert_close(sloped(logits.nan_to_num()), gradient)
+
+
 def test_positions_of_pictures():
     logits = torch.randn(1, 4, 2, 3)
     target = TARGET.reshape(1, 2, 3)

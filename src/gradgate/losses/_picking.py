@@ -178,7 +178,8 @@ class _ByPosition(Picking):
     def finite_at(self, rows: torch.Tensor, input: torch.Tensor) -> bool:
         """Tell whether the scores at these positions are finite for certain; where those lie apart, look at all."""
         scores = input.detach()
-        scores = scores.index_select(0, rows) if scores.dim() == 2 else scores
+        if scores.dim() == 2:  # a bag is the sum of some rows, without a copy of them
+            scores = functional.embedding_bag(rows, scores, rows.new_zeros(1), mode="sum")
         return math.isfinite(scores.sum().item())
 
     def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
