@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradgate as gg
 from gradgate.doctor import Diagnosis
-from tests.doctor.graphs import Residual, X, edges_of, module_of, modules_of
+from tests.doctor.graphs import Residual, X, edges_of, module_of, modules_of, norm
 
 
 def test_a_model_that_is_never_called():
@@ -64,6 +64,27 @@ def test_torch_func_has_no_graph():
         return gradient(dict(layer.named_parameters()))["weight"].sum()
 
     assert gg.diagnose(step, model=layer).graph is None
+
+
+def test_a_number_that_left_torch_is_input():
+    model = modules_of("a", "b")
+    diagnosis = gg.diagnose(lambda: model.b(X * model.a(X).mean().item()).mean(), model=model)
+    assert diagnosis.findings[0].code == "GG101"
+    assert set(edges_of(diagnosis)) == {("input", "a"), ("input", "b"), ("b", "loss")}
+
+
+def test_a_module_that_does_nothing_has_no_edges():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1))
+    diagnosis = gg.diagnose(lambda: model(X).mean(), model=model)
+    assert module_of(diagnosis, "1")["calls"] == 1
+    assert set(edges_of(diagnosis)) == {("input", "0"), ("0", "2"), ("2", "loss")}
+
+
+def test_a_scripted_model_is_one_module():
+    model = torch.jit.script(nn.Linear(4, 1))
+    diagnosis = gg.diagnose(lambda: model(X).mean(), model=model)
+    assert diagnosis.healthy
+    assert module_of(diagnosis, "")["gradient_norm"] == pytest.approx(norm(p.grad for p in model.parameters()))
 
 
 def test_several_passes_and_recurrence():

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 import gradgate as gg
 from gradgate.cli import main
 from gradgate.errors import ArgumentValueError
+from tests.report.reading import data_of
 
 HEALTHY = """
 import sys, torch
@@ -93,7 +94,7 @@ def test_a_cut_is_found_in_the_first_step(tmp_path):
     found = json.loads(report.read_text())
     assert [(f["code"], f["where"]) for f in found["findings"]] == [("GG101", here(path))]
     assert found["findings"][0]["title"].startswith("encoder.weight, encoder.bias get no gradient")
-    assert "GG101" in page.read_text()
+    assert data_of(page.read_text())["diagnosis"] == found
     assert "GG101" in result.output
 
 
@@ -108,6 +109,9 @@ def test_a_nan_in_a_late_step_is_traced_in_a_second_run(tmp_path):
     report = gg.doctor.examine_script(path)
     assert (report.exit_code, report.steps) == (0, 8)
     assert [(f.code, f.where) for f in report.diagnosis.findings] == [("GG403", here(path))]
+    # The graph is that of the bad step: without a model, that of the modules that the script called.
+    assert report.diagnosis.graph["nonfinite_path"]
+    assert report.diagnosis.layers[-1]["gradient_norm"] in ("nan", "inf")
 
 
 def test_an_exception_in_a_late_step_is_traced_in_a_second_run(tmp_path, capfd):

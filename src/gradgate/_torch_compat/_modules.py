@@ -30,7 +30,7 @@ def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
     Returns:
         The wrapped module, or the same one.
     """
-    inner = module._modules.get("_orig_mod")
+    inner = module._modules["_orig_mod"] if "_orig_mod" in module._modules else None  # TorchScript has no `get`
     return inner if inner is not None else module
 
 
@@ -43,7 +43,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     Returns:
         Whether it was.
     """
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
