@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
+import click
 import pytest
 
 from benchmarks import cited
+from gradgate.cli import main
 from tests import api_page
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +77,18 @@ def test_links_between_pages_lead_somewhere(page):
     for target in LINK.findall((DOCS / page).read_text()):
         if "://" not in target:
             assert (DOCS / page).parent.joinpath(target).resolve().is_file(), target
+
+
+def commands(group, words):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        yield from commands(command, [*words, name]) if isinstance(command, click.Group) else [" ".join([*words, name])]
+
+
+def test_every_command_is_on_the_page_of_commands():
+    page = (DOCS / "rooms" / "command_line.md").read_text()
+    assert not [command for command in commands(main, ["gradgate"]) if not re.search(rf"`{command}[ `]", page)]
 
 
 def test_the_measured_numbers_are_those_that_the_benchmark_printed():
