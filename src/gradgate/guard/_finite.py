@@ -11,7 +11,7 @@ import torch
 from gradgate._torch_compat import find_non_finite, tree_flatten
 from gradgate.guard._batches import batch_dim_of
 
-__all__ = ["FiniteCheck", "non_finite_rows", "tensors_in"]
+__all__ = ["FiniteCheck", "leaves_in", "non_finite_rows", "tensors_in"]
 
 
 class FiniteCheck:
@@ -63,18 +63,21 @@ def _any_non_finite(tensor: torch.Tensor) -> torch.Tensor:
     return ~torch.isfinite(values).all()
 
 
+def leaves_in(tree: Any) -> list[Any]:
+    """List the leaves of arguments or of an output, in most cases without the cost of looking for containers."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if type(tree) is dict else tree
+    if type(tree) in (tuple, list, dict) and all(isinstance(part, torch.Tensor) for part in parts):
+        return list(parts)
+    return tree_flatten(tree)[0]
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """List the dense floating-point tensors in the arguments or the output of a module."""
-    leaves: list[Any]
-    if isinstance(tree, torch.Tensor):
-        leaves = [tree]
-    elif type(tree) is tuple and all(isinstance(part, torch.Tensor) for part in tree):
-        leaves = list(tree)
-    else:
-        leaves = tree_flatten(tree)[0]
     return [
         leaf
-        for leaf in leaves
+        for leaf in leaves_in(tree)
         if isinstance(leaf, torch.Tensor)
         and leaf.layout is torch.strided
         and (leaf.is_floating_point() or leaf.is_complex())

@@ -7,6 +7,7 @@ the healthy path.
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,10 +75,13 @@ class Observer:
         self._batch_dim = batch_dim
         self._values = values
         self._gradients = gradients
+        self._looks = values or gradients  # then only the answers of the outermost modules are asked for
         self._thread = threading.get_ident()
         self._watching = ExitStack()
         self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
         self._finite: tuple[int, torch.nn.Module | None, Line | None] = (0, None, None)
+        self._itself = weakref.proxy(self)
+        self._hooked: list[torch.Tensor] = []
         self._seen_at = 0
         self.open: list[Open] = [Open(None)]
         self.modules: dict[torch.nn.Module, None] = {}
@@ -103,7 +107,9 @@ class Observer:
 
     def _look(self, tensors: list[torch.Tensor], call: ModuleCall | None) -> bool:
         """Look at what a module takes or gives, and tell whether only some rows of it are not finite."""
-        rows: frozenset[int] = frozenset().union(*map(self._rows, tensors))
+        rows: frozenset[int] = frozenset()
+        for tensor in tensors:
+            rows |= self._rows(tensor)
         if not rows:
             return False
         if len(rows) < self._size:
@@ -147,7 +153,8 @@ class Observer:
         while len(self.open) > 1 and self.open.pop().module is not module:
             continue
         tensors = tensors_in(output)
-        self.open[-1].answers.append(Answer(module, output, [write_mark(tensor) for tensor in tensors]))
+        if len(self.open) == 1 or not self._looks:
+            self.open[-1].answers.append(Answer(module, output, [write_mark(tensor) for tensor in tensors]))
         if self._values:
             self._look(tensors, ModuleCall(module, args, kwargs))
         if self._gradients:
@@ -159,10 +166,14 @@ class Observer:
     ) -> None:
         if not any(tensor.requires_grad for tensor in inputs):
             self.entries += outputs
-        line = running_line() if outputs else None
-        for tensor in outputs:
-            # The hook must not hold the tensor that holds the hook.
-            hook = partial(self._look_back, at=id(tensor), module=module, line=line)
+        # A container gives what its last child gave, and the innermost module that gave it is the one to ask.
+        fresh = [tensor for tensor in outputs if all(tensor is not other for other in self._hooked)]
+        if not fresh:
+            return
+        line, self._hooked = running_line(), fresh
+        for tensor in fresh:
+            # The hook must not hold the tensor that holds the hook, nor the observer, which holds some of them.
+            hook = partial(Observer._look_back, self._itself, at=id(tensor), module=module, line=line)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _look_back(self, grad: torch.Tensor, at: int, module: torch.nn.Module, line: Line | None) -> None:

@@ -94,6 +94,8 @@ class Recovery:
         """
         marks = self.state.parameter_marks()
         result = self._run(fault, Recovered(None, list(range(self.size)), []))
+        for trial in {self.trial, self.probe}:
+            trial.let_go(but=[*result.transient, result.whole])
         written = self.state.written_parameters(marks)
         if written:
             result.reasons.append(f"parameters are written inside the step: {listed(written, 3)}")

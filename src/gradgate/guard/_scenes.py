@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from gradgate._torch_compat import ModuleCall, tree_flatten, write_mark
+from gradgate._torch_compat import ModuleCall, write_mark
 from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, select_rows
 from gradgate.guard._faults import Fault, must_pass
-from gradgate.guard._finite import non_finite_rows, tensors_in
+from gradgate.guard._finite import leaves_in, non_finite_rows, tensors_in
 from gradgate.guard._observer import Enough
 from gradgate.guard._places import raising_spot
 from gradgate.guard._search import Group, Test, Verdict
@@ -196,10 +196,10 @@ class Scenes:
 
 def untouched(call: ModuleCall) -> bool:
     """Tell whether nobody has written into the arguments of a call, as far as autograd's counter knows."""
-    return all(write_mark(tensor)[1] == 0 for tensor in tensors_in((call.args, call.kwargs)))
+    return all(write_mark(tensor)[1] == 0 for tensor in [*tensors_in(call.args), *tensors_in(call.kwargs)])
 
 
 def has_rows(call: ModuleCall, size: int, batch_dim: int) -> bool:
     """Tell whether the arguments of a call have rows at all."""
-    leaves = tree_flatten((call.args, call.kwargs))[0]
+    leaves = [*leaves_in(call.args), *leaves_in(call.kwargs)]
     return any(isinstance(leaf, torch.Tensor) and batch_dim_of(leaf, size, batch_dim) is not None for leaf in leaves)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.guard._faults import Fault, must_pass
 from gradgate.guard._finite import FiniteCheck, non_finite_rows, tensors_in
 from gradgate.guard._state import TrainingState
+from gradgate.records import Stage
 
 __all__ = ["Catch", "LossTrial", "Outcome", "OutputTrial", "Scaler", "Trial"]
 
@@ -62,6 +63,9 @@ class Trial(Protocol):
     def attempt(self, call: Callable[[], Any]) -> Outcome:
         """Run a part of the user's code, and take what it raises for a fault."""
 
+    def let_go(self, *, but: Collection[Fault | None]) -> None:
+        """Drop the tracebacks of faults so far: they hold what the user's code held when it failed."""
+
     @property
     def function(self) -> Callable[[Any], Any]:
         """The user's code."""
@@ -70,7 +74,9 @@ class Trial(Protocol):
 class _Catching:
     """Runs code and takes what it raises for a fault, as far as that may be."""
 
-    catch: Catch
+    def __init__(self, catch: Catch) -> None:
+        self.catch = catch
+        self._faults: list[Fault] = []
 
     def attempt(self, call: Callable[[], Any]) -> Outcome:
         """Run a part of the user's code.
@@ -86,7 +92,24 @@ class _Catching:
         except self.catch as error:
             if must_pass(error):
                 raise
-            return Outcome(Fault.raised(error))
+            return Outcome(self._fault(error))
+
+    def let_go(self, *, but: Collection[Fault | None]) -> None:
+        """Drop the tracebacks of faults so far, except of some; else activations would wait for the garbage collector.
+
+        Args:
+            but: Faults that are still to be told of.
+        """
+        for fault in self._faults:
+            if fault.error is not None and fault not in but:
+                fault.error.__traceback__ = None
+        self._faults.clear()
+
+    def _fault(self, error: BaseException, stage: Stage | None = None) -> Fault:
+        """Make a fault of an exception that was caught."""
+        fault = Fault.raised(error, stage)
+        self._faults.append(fault)
+        return fault
 
 
 class LossTrial(_Catching):
@@ -110,11 +133,11 @@ class LossTrial(_Catching):
         catch: Catch,
         scaler: Scaler | None = None,
     ) -> None:
+        super().__init__(catch)
         self.function = function
         self.scaler = scaler
         self._state = state
         self._check = check
-        self.catch = catch
         self.before_backward: Callable[[torch.Tensor], None] | None = None
 
     def forward(self, batch: Any, size: int) -> Outcome:
@@ -140,7 +163,7 @@ class LossTrial(_Catching):
         except self.catch as error:
             if must_pass(error):
                 raise
-            outcome.fault = Fault.raised(error, "backward")
+            outcome.fault = self._fault(error, "backward")
             return outcome
         outcome.value = loss = loss.detach()
         if self._check.alarm(self._state.gradients(), None if loss.is_cpu else loss):
@@ -156,7 +179,7 @@ class LossTrial(_Catching):
         except self.catch as error:
             if must_pass(error):
                 raise
-            return Outcome(Fault.raised(error))
+            return Outcome(self._fault(error))
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
         if not isinstance(value, torch.Tensor):
             raise ArgumentTypeError(
@@ -195,8 +218,8 @@ class OutputTrial(_Catching):
     walks_back = False
 
     def __init__(self, function: Callable[[Any], Any], catch: Catch, batch_dim: int) -> None:
+        super().__init__(catch)
         self.function = function
-        self.catch = catch
         self._batch_dim = batch_dim
 
     def forward(self, batch: Any, size: int) -> Outcome:
