@@ -52,9 +52,8 @@ def lived(stories, folder, world=2, timeout=30):
 
 def ended_well(found, story, world=2):
     """State that a story ended well on every rank."""
-    for rank in range(world):
-        trace = found.get((rank, story.__name__), "not reached")
-        assert not trace, f"rank {rank}: {trace}"
+    traces = [found.get((rank, story.__name__), "not reached") for rank in range(world)]
+    assert not any(traces), "\n".join(f"rank {rank}: {trace}" for rank, trace in enumerate(traces))
 
 
 def same_everywhere(*tensors):

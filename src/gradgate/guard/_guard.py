@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from gradgate.guard._shared_step import SharedStep
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tally import Tally
 from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
+from gradgate.guard._turns import batches_in_turn
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
 
@@ -120,7 +121,8 @@ class Guard:
         self._tally = Tally()
         self._first = True
         self._wishes: Wishes | None = None
-        self._more = self._others_have_more = False
+        self._more = False
+        self._others_have_more: bool | None = None
 
     def step(
         self,
@@ -216,6 +218,21 @@ class Guard:
         keep = torch.zeros(size, dtype=torch.bool).index_fill(0, index, True).to(device)
         filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]
         return tree_unflatten(filled, form), keep
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Give the batches of a loader until no rank has any more, so that all ranks make equally many steps.
+
+        A rank whose loader has come to its end gets batches of 0 rows; `step` takes part with nothing then, and the
+        optimizer makes the same step as everywhere. In one process these are just the batches.
+
+        Args:
+            loader: This rank's batches.
+
+        Returns:
+            The batches, for one loop with a `step` for each. Where `select=` cannot take 0 rows, None stands for such
+            a batch, and `step` takes it.
+        """
+        return iter(loader) if isinstance(self._agreement, Alone) else batches_in_turn(self, self._agreement, loader)
 
     def summary(self) -> Summary:
         """Give the run in numbers; prints as a table.

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from gradgate._names import class_name
+from gradgate._places import raising_line
 from gradgate.errors import OtherRankError
 from gradgate.guard._agreement import Agreement
 from gradgate.guard._batches import Ids
 from gradgate.guard._faults import Fault
 from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
 from gradgate.guard._judging import refuse_row, refuse_share, refused
-from gradgate.guard._places import raising_line
 from gradgate.guard._recovery import Dropped, Recovered, raise_as_it_is
 from gradgate.guard._result import Step
 from gradgate.guard._shares import Share, Totals
@@ -70,12 +70,12 @@ class SharedStep:
         guard = self._guard
         error: BaseException | None = None
         try:
-            self._size = guard._reader.count(self._batch, self._ids)
+            self._size = 0 if self._batch is None else guard._reader.count(self._batch, self._ids)
         except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
             error = raised
         self._meet()
         with self._agreement.apart(training=True):
-            guard._state.remember(() if error is not None else guard._reader.leaves(self._batch))
+            guard._state.remember(guard._reader.leaves(self._batch) if self._size else ())
             try:
                 if error is None:
                     error = self._alone(loss_fn, scaler)
@@ -259,6 +259,6 @@ def _allow(dropped: Sequence[Dropped]) -> None:
 
 
 def _told(error: BaseException) -> str:
-    where = raising_line(error.__traceback__)
+    where = Fault.raised(error).where if isinstance(error, Exception) else None
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return f"{class_name(type(error))}: {first_line}" + (f" ({where})" if where else "")
