@@ -62,7 +62,9 @@ def test_a_trouble_is_shown_explained_and_ended():
             assert text.index("```python") < text.index("## Why") < text.rindex("```python"), page.name
 
 
-@pytest.mark.parametrize(("page", "source"), [("limits.md", "LIMITATIONS.md")])
+@pytest.mark.parametrize(
+    ("page", "source"), [("limits.md", "LIMITATIONS.md"), ("start/examples.md", "examples/README.md")]
+)
 def test_a_page_that_stands_for_another_file_is_nothing_but_that_file(page, source):
     assert without_front_matter((DOCS / page).read_text()) == f'--8<-- "{source}"\n'
     assert (ROOT / source).is_file()
@@ -97,6 +99,7 @@ def test_the_measured_numbers_are_those_that_the_benchmark_printed():
     assert pages
     for page in pages:
         assert cited.with_numbers(page.read_text(), rows) == page.read_text(), "run: python -m benchmarks.cited"
+        assert "\n<!-- bench:" not in page.read_text(), "a comment that begins a line ends the paragraph"
 
 
 def test_a_number_that_was_not_measured_is_found():
