@@ -82,7 +82,8 @@ def page():
             thing = getattr(room, name)
             shown = f"gg.{name}" if name in at_root else f"{room_name}.{name}"
             full = f"gradgate.{room_name}.{name}"
-            target = f"rooms/{entries[full]}#{full}" if full in entries else "rooms/modes.md"  # torch's own have no entry
+            # torch's own names have no entry.
+            target = f"rooms/{entries[full]}#{full}" if full in entries else "rooms/modes.md"
             parts.append(f"| [`{shown}{arguments(thing)}`]({target}) | {sentence(room, name)} |\n")
     return "".join(parts)
 
