@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from gradgate._places import Owner, owner_of
 from gradgate.doctor._case import Case, finding_at, place
-from gradgate.doctor._places import is_package_file
 from gradgate.doctor._source import async_with_torch_decorator, bare_mode_statements
 from gradgate.doctor._trace import Op
 from gradgate.records import Finding
@@ -56,7 +56,7 @@ def find_written_modes(case: Case) -> Iterator[Finding]:
     spots = [op.spot for op in case.trace.ops] + [b.spot for b in case.trace.backwards]
     files = dict.fromkeys([*case.files, *(spot[0].co_filename for spot in spots if spot is not None)])
     for file in files:
-        if is_package_file(file):
+        if owner_of(file) in (Owner.PACKAGE, Owner.TORCH):
             continue
         for line in bare_mode_statements(file):
             yield finding_at(

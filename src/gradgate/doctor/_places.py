@@ -8,23 +8,14 @@ one line can be told apart. Sources come from `linecache`, so notebooks and exec
 from __future__ import annotations
 
 import linecache
-import os
-import sysconfig
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from types import CodeType, FrameType, TracebackType
 
-import torch
+from gradgate._places import Owner, owner_of, written
 
-__all__ = ["Place", "is_foreign", "is_package_file", "locate", "place_of_traceback", "shown_path", "stack_of"]
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_GRADGATE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# The demonstration ships with the package, but what it shows is a user's training.
-_DEMO = os.path.join(_GRADGATE, "cli", "demo") + os.sep
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
-_PACKAGES = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep})
+__all__ = ["Place", "is_foreign", "locate", "place_of_traceback", "stack_of"]
 
 _inside: dict[CodeType, bool] = {}
 
@@ -40,24 +31,8 @@ def is_foreign(code: CodeType) -> bool:
     """
     known = _inside.get(code)
     if known is None:
-        file = code.co_filename
-        inside = file.startswith((_TORCH, _GRADGATE, "<frozen", "<string>", "<__array_function__"))
-        inside = inside or (file.startswith(_STDLIB) and not file.startswith(_PACKAGES))
-        inside = inside and not file.startswith(_DEMO)
-        known = _inside[code] = inside
+        known = _inside[code] = owner_of(code.co_filename) in (Owner.OURS, Owner.TORCH, Owner.PYTHON)
     return known
-
-
-def is_package_file(file: str) -> bool:
-    """Tell whether a file belongs to an installed package.
-
-    Args:
-        file: The file as Python knows it.
-
-    Returns:
-        Whether it does.
-    """
-    return file.startswith(_PACKAGES)
 
 
 @dataclass(frozen=True, eq=True)
@@ -91,7 +66,7 @@ class Place:
     @property
     def text(self) -> str:
         """Give the place as "path.py:12"."""
-        return f"{shown_path(self.file)}:{self.line}"
+        return written((self.file, self.line))
 
     @property
     def source(self) -> str:
@@ -106,19 +81,6 @@ class Place:
             return self.source
         text = linecache.getline(self.file, line).encode()[start:end].decode(errors="replace").strip()
         return text or self.source
-
-
-def shown_path(file: str) -> str:
-    """Give a path as it is shown: relative where it lies below the working directory.
-
-    Args:
-        file: The file as Python knows it.
-
-    Returns:
-        The path.
-    """
-    here = os.getcwd() + os.sep
-    return file[len(here) :] if file.startswith(here) else file
 
 
 def locate(frame: FrameType | None) -> tuple[CodeType, int] | None:

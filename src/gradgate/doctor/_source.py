@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
 
-from gradgate.doctor._places import Place, shown_path
+from gradgate._places import written
+from gradgate.doctor._places import Place
 
 __all__ = ["Line", "async_with_torch_decorator", "bare_mode_statements", "definition", "region_header"]
 
@@ -30,7 +31,7 @@ class Line:
     @property
     def text(self) -> str:
         """Give the place as "path.py:12"."""
-        return f"{shown_path(self.file)}:{self.line}"
+        return written((self.file, self.line))
 
     @property
     def source(self) -> str:

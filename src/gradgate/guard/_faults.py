@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 
 from gradgate._names import class_name
+from gradgate._places import raising_line
 from gradgate._torch_compat import ModuleCall, innermost_call
-from gradgate.guard._places import raising_line, raising_spot
+from gradgate.guard._places import raising_spot
 from gradgate.records import Stage
 
 __all__ = ["Fault", "must_pass"]

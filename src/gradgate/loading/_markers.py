@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
 from gradgate._names import class_name
+from gradgate._places import raising_line
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Incident
 
 __all__ = ["BadSample", "Catch", "attempt", "attempt_all", "check_catch", "mark"]
 
 Catch = tuple[type[Exception], ...]
-
-# Never the user's line; and the line of a library only where there is nothing better.
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ def mark(error: Exception, index: Any, cause: str = "exception", **details: Any)
         cause=cause,
         exception_type=class_name(kind),
         message=str(error),
-        where=_line(error),
+        where=raising_line(error.__traceback__),
         details={
             "traceback": "".join(traceback.format_exception(error)),
             "arguments": [repr(argument) for argument in error.args],
@@ -147,16 +141,6 @@ def mark(error: Exception, index: Any, cause: str = "exception", **details: Any)
         },
     )
     return BadSample(incident, index, error)
-
-
-def _line(error: Exception) -> str | None:
-    """Give the innermost line of the user's code that the exception came through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
-    if not frames:
-        return None
-    frame = (own or frames)[-1]
-    return f"{frame.filename.removeprefix(os.getcwd() + os.sep)}:{frame.lineno}"
 
 
 def _portable(error: Exception | None) -> Exception | None:

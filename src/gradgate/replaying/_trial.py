@@ -12,8 +12,8 @@ from torch.autograd.graph import Node
 
 from gradgate._names import class_name, describe, listed
 from gradgate._payload import Fields
+from gradgate._places import raising_line
 from gradgate.errors import ArgumentTypeError
-from gradgate.guard._places import raising_line
 from gradgate.records import Stage
 
 __all__ = ["Fault", "LossFunction", "find_fault", "twice"]
