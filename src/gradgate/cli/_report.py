@@ -34,13 +34,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="Where to serve; any free port if not given.")
 @json_option
 def report(path: Path, diagnosis: Path | None, output: Path, serve: bool, port: int, as_json: bool) -> None:
-    r"""Write one page about what happened: complete in itself, it opens offline and can be sent to anybody.
+    """Write one page about what happened: complete in itself, it opens offline and can be sent to anybody.
 
     LEDGER is the file that `gg.Ledger("run.ledger")` writes; it is only read.
 
-    \b
-    Examples: gradgate report run.ledger -o report.html
-              gradgate report run.ledger --serve
+    Example: gradgate report run.ledger -o report.html
     """
     ledger = Ledger(path, read_only=True)
     told = None if diagnosis is None else _read(diagnosis)
