@@ -40,10 +40,13 @@ def describe(value: object) -> str:
     Examples:
         >>> describe(torch.zeros(2, 3)), describe("train"), describe(None)
         ('a float32 tensor of shape (2, 3)', "the str 'train'", 'None')
+        >>> describe(torch.arange(2)), describe(torch.arange(2, dtype=torch.uint8))
+        ('an int64 tensor of shape (2,)', 'a uint8 tensor of shape (2,)')
     """
     if isinstance(value, torch.Tensor):
         device = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}{device}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor of shape {tuple(value.shape)}{device}"
     if value is None:
         return "None"
     if isinstance(value, torch.nn.Module):

@@ -39,7 +39,7 @@ CASES = [
     (lambda: gg.freezing.thaw(NET, "haed.*"), NothingMatchedError, r"thaw\(\): 'haed\.\*' matches no parameter"),
     (lambda: gg.pin(PARAMETER), ArgumentValueError, r"pin\(\): neither `frozen` nor `rows` is given"),
     (lambda: gg.pin([1.0], rows=[0]), ArgumentTypeError, r"pin\(\): `parameter` is the list \[1\.0\]"),
-    (lambda: gg.pin(torch.arange(3), rows=[0]), ArgumentTypeError, "is a int64 tensor .* of type Tensor"),
+    (lambda: gg.pin(torch.arange(3), rows=[0]), ArgumentTypeError, "is an int64 tensor .* of type Tensor"),
     (lambda: gg.pin(PARAMETER[0], rows=[0]), ArgumentValueError, "is no leaf, it was computed by SelectBackward0"),
     (lambda: gg.pin(PARAMETER, rows=[0, 3]), ArgumentIndexError, r"row 3 does not exist .*\nWhy: its rows are 0 to 2"),
     (lambda: gg.pin(PARAMETER, rows=[-4]), ArgumentIndexError, "row -4 does not exist"),
@@ -48,7 +48,7 @@ CASES = [
     (lambda: gg.pin(PARAMETER, rows="ab"), ArgumentTypeError, "`rows` is the str 'ab'"),
     (lambda: gg.freeze(nn.ReLU()), NothingMatchedError, r"matches no parameter of ReLU\.\nWhy: the model has no"),
     (lambda: gg.pin(PARAMETER, rows=torch.tensor([True])), ArgumentTypeError, "`rows` is a bool tensor"),
-    (lambda: gg.pin(PARAMETER, rows=torch.tensor([[0]])), ArgumentTypeError, "`rows` is a int64 tensor"),
+    (lambda: gg.pin(PARAMETER, rows=torch.tensor([[0]])), ArgumentTypeError, "`rows` is an int64 tensor"),
     (lambda: gg.pin(nn.Parameter(torch.tensor(1.0)), rows=[0]), ArgumentIndexError, "Why: it has no rows"),
     (
         lambda: gg.pin(PARAMETER, frozen=torch.ones(3, 2)),

@@ -38,7 +38,7 @@ def test_x_that_is_no_tensor(name, call):
         (1, "the int 1", "keep=torch.as_tensor(keep, dtype=torch.bool, device=x.device)"),
         (None, "None", "keep=torch.as_tensor(keep, dtype=torch.bool, device=x.device)"),
         (torch.ones(2, 3), "a float32 tensor of shape (2, 3)", "keep=keep != 0"),
-        (torch.ones(2, 3, dtype=torch.int64), "a int64 tensor of shape (2, 3)", "keep=keep != 0"),
+        (torch.ones(2, 3, dtype=torch.int64), "an int64 tensor of shape (2, 3)", "keep=keep != 0"),
     ],
     ids=str,
 )
@@ -157,7 +157,7 @@ def test_straight_through():
     soft = torch.rand(3)
     with refused(
         ArgumentTypeError,
-        "straight_through(): `hard` is a int64 tensor of shape (3,), `soft` is a float32 tensor of shape (3,).",
+        "straight_through(): `hard` is an int64 tensor of shape (3,), `soft` is a float32 tensor of shape (3,).",
         "gg.straight_through(hard.to(soft.dtype), soft)",
     ):
         gg.straight_through(torch.ones(3, dtype=torch.int64), soft)

@@ -156,7 +156,7 @@ def test_errors_of_apply_rows():
         gg.apply_rows(keep, torch.exp, ["a", "b", "c"])
     with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `keep` is the list"):
         gg.apply_rows([True, False, True], torch.exp, x)
-    with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `keep` is a int64 tensor"):
+    with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `keep` is an int64 tensor"):
         gg.apply_rows(keep.long(), torch.exp, x)
     with pytest.raises(
         ArgumentValueError, match=r"`keep` has shape \(3, 2\), xs have \(3, 2\)(.|\n)*keep.all\(dim=1\)"

@@ -259,7 +259,7 @@ def test_errors_say_what_and_how():
         safe_acos(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ArgumentTypeError, match=r"safe_pow\(\): `exponent` is a complex64"):
         safe_pow(one, torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(ArgumentTypeError, match=r"safe_norm\(\): `x` is a int64 tensor(.|\n)*x.float\(\)"):
+    with pytest.raises(ArgumentTypeError, match=r"safe_norm\(\): `x` is an int64 tensor(.|\n)*x.float\(\)"):
         safe_norm(torch.tensor([1, 2]))
     with pytest.raises(ArgumentValueError, match=r"safe_normalize\(\): `ord` is 0.5(.|\n)*not a norm"):
         safe_normalize(one, ord=0.5)
