@@ -26,14 +26,15 @@ def measured(results: str) -> dict[str, tuple[str, str]]:
     Returns:
         For each title the figure, without its noise, and the field.
     """
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in results.splitlines() if line[:1] == "|"]
-    found, columns = {}, {}
-    for cells in rows:
-        if "measured" in cells:
-            columns = {name: place for place, name in enumerate(cells)}
-        elif columns and len(cells) == len(columns) and not cells[0].startswith("---"):
-            field = next((cells[place] for name, place in columns.items() if name.startswith("the field")), "")
-            found[cells[0]] = cells[columns["measured"]].partition(" (")[0], field
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in results.splitlines() if line[:1] == "|"]
+    found: dict[str, tuple[str, str]] = {}
+    heads: list[str] = []
+    for cells, below in zip(table, [*table[1:], [""]], strict=True):
+        if below[0].startswith("---"):
+            heads = cells
+        elif "goal" in heads and heads[-1].startswith("the field") and not cells[0].startswith("---"):
+            row = dict(zip(heads, cells, strict=True))
+            found[row["what"]] = row["measured"].partition(" (")[0], cells[-1]
     return found
 
 
@@ -66,7 +67,9 @@ def with_numbers(text: str, rows: dict[str, tuple[str, str]]) -> str:
 if __name__ == "__main__":
     today = measured(RESULTS.read_text())
     for page in PAGES:
+        text = page.read_text()
         try:
-            page.write_text(with_numbers(page.read_text(), today))
+            if (fresh := with_numbers(text, today)) != text:
+                page.write_text(fresh)
         except KeyError as missing:  # a short run leaves rows out
             print(f"{page.relative_to(ROOT)} keeps its numbers; this run has no row {missing}")
