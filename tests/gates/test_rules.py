@@ -61,6 +61,14 @@ def test_a_mask_that_lies_anyhow_in_memory():
 # --- factors --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_mask_of_other_bytes_than_one(dtype):
+    keep = torch.tensor([255, 0, 2, 0], dtype=torch.uint8).view(torch.bool)  # a picture's mask, taken as it lies
+    x = torch.zeros(4, dtype=dtype, requires_grad=True)
+    gg.gate(x * 1, keep).backward(torch.tensor([1.5, NAN, -2.0, 3.0], dtype=dtype))
+    assert x.grad.tolist() == [1.5, 0.0, -2.0, 0.0]
+
+
 def test_a_factor_of_zero_stops_nan_but_does_not_prune():
     assert gradient_of(lambda x: gg.scale_grad(x, 0), [NAN, INF]).tolist() == [0, 0]
     factor = torch.tensor([0.0, 2.0])

@@ -172,7 +172,7 @@ def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or integer is None or type(gradient) is not torch.Tensor:
         return torch.where(keep, gradient, 0)
     bits = gradient.resolve_neg().view(integer)
-    each = keep.view(torch.uint8).to(integer)  # never the mask itself: no width has bytes without a sign
+    each = keep.to(integer)  # 1 or 0 also for masks that hold other bytes, as `image.view(torch.bool)` does
     kept = each.mul_(bits) if each.shape == bits.shape else bits * each
     return kept.view(gradient.dtype)
 
