@@ -259,3 +259,12 @@ def test_a_payload_over_the_limit_is_left_out_and_said(tmp_path):
         assert ledger.payload_of(small.id) == b"x" * 10
         assert ledger.payload_of(large.id) is None
         assert ledger.incident(large.id).details == {"not_stored": {"payload": "11 bytes, over the limit of 10"}}
+
+
+def test_a_run_of_an_incident_may_have_any_name(tmp_path):
+    name = "night \ud800 \x00"
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record(incident(run=name))
+    (run,) = Ledger(tmp_path / "run.ledger", read_only=True).runs()
+    assert run.name == ledger.incidents()[0].run
+    assert run.incidents == 1

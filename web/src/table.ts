@@ -34,14 +34,17 @@ export class IncidentTable {
   private current = 0;
   private opened: string | null = null;
   private printing = false;
+  private typing = 0;
 
   constructor(private readonly selection: Selection) {
     const tools = h("div", { class: "tools" }, this.search, this.choices);
     this.element = section("incidents", "Incidents", "", tools, this.chips, this.tally, h("div", { class: "table-and-details" }, h("div", { class: "table-side" }, this.grid, this.nothing), this.aside));
-    let waiting = 0;
     this.search.addEventListener("input", () => {
-      clearTimeout(waiting);
-      waiting = window.setTimeout(() => selection.narrow({ query: this.search.value }), 60);
+      clearTimeout(this.typing);
+      this.typing = window.setTimeout(() => {
+        this.typing = 0;
+        selection.narrow({ query: this.search.value });
+      }, 60);
     });
     for (const [column, title] of COLUMNS) this.heads.append(this.head(column, title));
     this.viewport.addEventListener("scroll", () => this.paint(), { passive: true });
@@ -58,7 +61,7 @@ export class IncidentTable {
   /** Show what the selection holds now; newer data keeps the place, another filter goes to the top. */
   refresh(toTop: boolean): void {
     const { rows, ledger, filter, narrowed, sort } = this.selection;
-    if (this.search.value.trim() !== filter.query.trim()) this.search.value = filter.query;
+    if (!this.typing && this.search.value.trim() !== filter.query.trim()) this.search.value = filter.query;
     this.drawChoices();
     this.drawChips(filter, narrowed);
     for (const head of this.heads.children) {

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from gradgate.errors import LedgerError, LedgerWarning
 from gradgate.ledger._file import LOCK, PATIENCE, LedgerFile
-from gradgate.ledger._rows import COLUMNS, to_row
+from gradgate.ledger._rows import COLUMNS, as_text, to_row
 from gradgate.ledger._runs import Run, finish_run, write_run
 from gradgate.records import Incident
 
@@ -103,7 +103,7 @@ class Writer:
             if not entries:
                 return
             with self.file.writing(PATIENCE_AFTER_FAILURE if self._failed else PATIENCE) as connection:
-                runs = {entry.incident.run or self.run.name for entry in entries}
+                runs = {as_text(entry.incident.run or self.run.name) for entry in entries}
                 for name in runs:  # An incident may say itself which run it is of.
                     write_run(connection, replace(self.run, name=name))
                 write_entries(connection, entries)
