@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ __all__ = [
     "current_node",
     "function_class_of",
     "latest_node_number",
+    "leaf_of",
     "node_number",
+    "nodes_below",
     "saved_tensors_of",
     "schema_of",
 ]
@@ -67,6 +70,38 @@ def node_number(node: Any) -> int:
     """
     number = int(node._sequence_nr())
     return -1 if number >= 2**63 else number
+
+
+def nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Walk through the graph that tensors were computed by.
+
+    Args:
+        tensors: Where to begin; those without a graph are passed over.
+
+    Yields:
+        Every node that a backward from there would come to, once each.
+    """
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """Give the leaf that a node adds gradients to.
+
+    Args:
+        node: A node of the graph.
+
+    Returns:
+        The leaf, or None for a node that stands for an operation.
+    """
+    return getattr(node, "variable", None)
 
 
 def schema_of(operator: Any) -> Any:

@@ -30,8 +30,8 @@ def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
     Returns:
         The wrapped module, or the same one.
     """
-    inner = module._modules["_orig_mod"] if "_orig_mod" in module._modules else None  # TorchScript has no `get`
-    return inner if inner is not None else module
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else module
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -8,13 +8,20 @@ born, whatever it computed inside.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradgate._torch_compat import current_node, function_class_of, node_number, saved_tensors_of, undispatched
+from gradgate._torch_compat import (
+    current_node,
+    function_class_of,
+    node_number,
+    nodes_below,
+    saved_tensors_of,
+    undispatched,
+)
 from gradgate.doctor._looking import bad_kind, bad_rows, inputs_at, is_all_zero, is_readable, is_suspicious, total
 from gradgate.doctor._trace import Backward, BadValue, ZeroGradient
 from gradgate.doctor._ways import Way, ways_of
@@ -108,22 +115,10 @@ def _start(tracer: Tracer, tensors: list[torch.Tensor], inputs: tuple[int, ...] 
     return backward
 
 
-def _nodes_below(tensors: list[torch.Tensor]) -> Iterator[Any]:
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-
-
 def _hook_nodes(tracer: Tracer, backward: Backward, tensors: list[torch.Tensor]) -> list[Any]:
     handles = []
     numbers = set()
-    nodes = list(_nodes_below(tensors))
+    nodes = list(nodes_below(tensors))
     ways = ways_of(tracer.trace, nodes, [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
     for node in nodes:
         name = node.name()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradgate._torch_compat import node_number
+from gradgate._torch_compat import leaf_of, node_number
 from gradgate.doctor._looking import is_readable, norm_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def ways_of(trace: Trace, nodes: list[Any], started: list[Any]) -> dict[Any, dic
         if call == _BETWEEN:
             continue
         for place, (following, output) in enumerate(node.next_functions):
-            if following is None or calls[following] == call or _is_of_parameter(following):
+            if following is None or calls[following] == call or isinstance(leaf_of(following), torch.nn.Parameter):
                 continue
             key = (call, following, output)
             reads[key] += 1
@@ -115,8 +115,7 @@ def ways_of(trace: Trace, nodes: list[Any], started: list[Any]) -> dict[Any, dic
     for node, place, key in places:
         way = known.get(key)
         if way is None:
-            variable = getattr(key[1], "variable", None)
-            way = known[key] = Way(key[0], node_number(key[1]), id(variable), reads[key] or 1)
+            way = known[key] = Way(key[0], node_number(key[1]), id(leaf_of(key[1])), reads[key] or 1)
             trace.ways.append(way)
         found[node][place] = way
     return found
@@ -136,7 +135,3 @@ def _calls_of(trace: Trace, nodes: list[Any]) -> dict[Any, int]:
         if call != LOSS:
             before_modules.update(following for following, _ in node.next_functions)
     return found
-
-
-def _is_of_parameter(node: Any) -> bool:
-    return isinstance(getattr(node, "variable", None), torch.nn.Parameter)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradgate._snapshot import capture
-from gradgate._torch_compat import tree_flatten, tree_unflatten
+from gradgate._torch_compat import leaf_of, nodes_below, tree_flatten, tree_unflatten
 from gradgate.errors import TooManyBadSamples
 from gradgate.guard._agreement import Alone
 from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
@@ -364,19 +364,7 @@ class Guard:
 
 def _trained(loss: torch.Tensor) -> list[torch.nn.Parameter]:
     """List the parameters that a loss depends on, by its graph."""
-    found: dict[torch.nn.Parameter, None] = {}
-    seen = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.nn.Parameter):
-            found[leaf] = None
-        waiting += [following for following, _ in node.next_functions]
-    return list(found)
+    return [leaf for node in nodes_below([loss]) if isinstance(leaf := leaf_of(node), torch.nn.Parameter)]
 
 
 def _filled(leaf: Any, index: torch.Tensor, size: int, batch_dim: int, fill_value: float) -> Any:

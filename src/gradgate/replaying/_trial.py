@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
 
 from gradgate._names import class_name, describe, listed
 from gradgate._payload import Fields
 from gradgate._places import raising_line
+from gradgate._torch_compat import leaf_of, nodes_below
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Stage
 
@@ -90,7 +90,7 @@ def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault
         )
     if not bool(torch.isfinite(loss).all()):
         return Fault(cause="non-finite loss", stage="loss", message=f"non-finite loss: {_some(loss)}")
-    leaves = list(_leaves(loss.grad_fn))
+    leaves = [leaf for node in nodes_below([loss]) if (leaf := leaf_of(node)) is not None]
     if not leaves:
         return None
     try:
@@ -118,21 +118,6 @@ def _raised(error: Exception, stage: Stage) -> Fault:
         where=raising_line(error.__traceback__),
         exception=error,
     )
-
-
-def _leaves(root: Node | None) -> Iterator[torch.Tensor]:
-    """Give the tensors whose gradients a backward from here would compute."""
-    seen: set[Node] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            yield variable
-        waiting += [following for following, _ in node.next_functions]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
