@@ -49,8 +49,8 @@ def apply_where(
         dtype of fn's result cannot hold promotes it (NaN makes integers floating).
 
     Raises:
-        ArgumentTypeError: `keep` is not a boolean tensor, an argument or a result is not a tensor, or `fill_value`
-            is not a number.
+        ArgumentTypeError: `keep` is not a boolean tensor, an argument or a result is not a tensor, `fn` cannot be
+            called, or `fill_value` is not a number.
         ArgumentValueError: The shapes do not broadcast, a device differs, a function did not give one value for
             each of its elements, or an integer result cannot hold `fill_value`.
 
@@ -65,6 +65,12 @@ def apply_where(
         tensor([0.1250, 1.0000, 1.0000])
     """
     _check_fill_value(fill_value, "apply_where")
+    if not callable(fn):
+        raise ArgumentTypeError(
+            f"apply_where(): `fn` is {describe(fn)}.",
+            why="the tensors come first, then the function that is called with their elements.",
+            fix="gg.apply_where(keep, x, fn)",
+        )
     tensors = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     keep, flat, shape = _flattened(keep, tensors)
     countable = has_data(keep) or (is_compiling() and not inside_functorch())

@@ -71,10 +71,11 @@ def mode(
     certain = mask is None
     # The fast ways look at the data, which costs nothing on the CPU; torch.func cannot follow them.
     if plain.device.type == "cpu" and not inside_functorch() and type(plain) is torch.Tensor and has_data(plain):
-        indices, counts, certain = vote_on_cpu(plain, mask)
+        indices, counts, values, certain = vote_on_cpu(plain, mask)
     else:
-        indices, counts = vote_anywhere(plain, mask)
-    values = _picked(slices, rows, indices if certain else indices.clamp(min=0))
+        (indices, counts), values = vote_anywhere(plain, mask), None
+    if values is None:
+        values = _picked(slices, rows, indices if certain else indices.clamp(min=0))
     values, indices, counts = (slices.reduced(result) for result in (values, indices, counts))
     if certain:
         slices.settle(values.new_empty(0), number=counts.new_ones(0))  # an `empty` that does not fit is told anyway

@@ -68,28 +68,28 @@ def mask_of(
     check_tensor(x, name="x", function=function)
     mask = None if keep is None else check_keep(keep, x, function=function)
     if exclude is not None:
-        for matched in _matches(x.detach(), exclude, function):
-            mask = ~matched if mask is None else mask & ~matched
+        for others in _others(x.detach(), exclude, function):
+            mask = others if mask is None else mask & others
     return mask
 
 
-def _matches(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch.Tensor]:
-    """Say for each excluded value that the dtype can hold where it is."""
+def _others(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch.Tensor]:
+    """Say for each excluded value that the dtype can hold where it is not."""
     if isinstance(exclude, torch.Tensor):
         for element in exclude.detach().reshape(-1).unbind():
-            yield _matches_tensor(x, element)
+            yield ~_matches_tensor(x, element)
         return
     for number in _numbers(exclude, function):
         value = stored(number, x.dtype)
         if value is not None:
-            yield torch.isnan(x) if value != value else _equal(x, value)
+            yield x == x if value != value else _differs(x, value)  # NaN is the only value that is not itself
 
 
-def _equal(x: torch.Tensor, value: Number) -> torch.Tensor:
+def _differs(x: torch.Tensor, value: Number) -> torch.Tensor:
     # For bytes, torch compares with a number ten times faster if it may write 0 and 1 into bytes.
     if x.element_size() == 1 and x.device.type == "cpu" and not inside_functorch() and has_data(x):
-        return torch.eq(x, value, out=torch.empty(x.shape, dtype=torch.uint8)).view(torch.bool)
-    return x == value
+        return torch.ne(x, value, out=torch.empty(x.shape, dtype=torch.uint8)).view(torch.bool)
+    return x != value
 
 
 def _numbers(exclude: Any, function: str) -> list[Number]:

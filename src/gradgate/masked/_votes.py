@@ -21,10 +21,10 @@ LONG = 4096
 BLOCK = 1 << 18
 
 
-Found = tuple[torch.Tensor, torch.Tensor]
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of each row: the index, how often, and the value's code
 
 
-def vote_anywhere(x: torch.Tensor, mask: torch.Tensor | None) -> Found:
+def vote_anywhere(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the most frequent value of each row without a look at the data, so that it can be traced and batched.
 
     Args:
@@ -49,7 +49,9 @@ def vote_anywhere(x: torch.Tensor, mask: torch.Tensor | None) -> Found:
     return torch.where(counts == 0, -1, order.gather(-1, place.unsqueeze(-1)).squeeze(-1)), counts
 
 
-def vote_on_cpu(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def vote_on_cpu(
+    x: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
     """Do the same as `vote_anywhere`, faster, for tensors whose data can be looked at.
 
     Args:
@@ -57,7 +59,8 @@ def vote_on_cpu(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tenso
         mask: As there.
 
     Returns:
-        As there; and whether something is kept in every row.
+        As there; the values, if they are of integers (anything where nothing is kept); and whether something is kept
+        in every row.
     """
     shape, size = x.shape[:-1], x.shape[-1]
     few = size <= MOST_VOTES
@@ -67,21 +70,30 @@ def vote_on_cpu(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tenso
     way: Callable[..., Found]
     if few and _bits_of_keys(size, low, high) < 64:
         way, dim = _by_pairs, 1
-        x, mask = x.movedim(-1, 0).reshape(size, -1), None if mask is None else mask.movedim(-1, 0).reshape(size, -1)
+        x, mask = _planes(x), None if mask is None else _planes(mask)
     else:
         way, dim = _by_bins if high - low < 4 * size else _by_torch if size <= LONG else _by_sorting, 0
         x, mask = x.reshape(-1, size), None if mask is None else mask.reshape(-1, size)
     count, certain = x.shape[dim], True
     found = torch.empty((2, count), dtype=torch.int64)
+    values = None if x.is_floating_point() else torch.empty(count, dtype=x.dtype)
     step = max(1, (BLOCK << dim) // size)  # comparing pairs makes many small steps, which pay in larger blocks
     for start in range(0, count, step):
         stop = min(count, start + step)
         kept = None if mask is None else mask.narrow(dim, start, stop - start).view(torch.uint8)
         codes = _codes(x.narrow(dim, start, stop - start), kept)
-        indices, counts = way(codes.clamp(low, high) if far else codes, kept, low, high)
+        indices, counts, best = way(codes.clamp(low, high) if far else codes, kept, low, high)
         found[0, start:stop], found[1, start:stop] = indices, counts
+        if values is not None:
+            values[start:stop] = best
         certain = certain and (kept is None or bool(counts.amin() > 0))
-    return found[0].reshape(shape), found[1].reshape(shape), certain
+    return found[0].reshape(shape), found[1].reshape(shape), None if values is None else values.reshape(shape), certain
+
+
+def _planes(x: torch.Tensor) -> torch.Tensor:
+    """Give rows as columns: element i of every row together, without a copy where the rows lie one after the other."""
+    size = x.shape[-1]
+    return x.view(-1, size).t() if x.is_contiguous() else x.movedim(-1, 0).reshape(size, -1)
 
 
 # --- values as integers -----------------------------------------------------------------------------------------------
@@ -156,8 +168,9 @@ def _holds(compare: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tenso
 
 def _equals(codes: torch.Tensor, best: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """Say, as 0 and 1, which kept elements have their row's value; wide enough for numbers up to the row's size."""
-    short = codes.dtype is torch.int16 and codes.shape[1] < 1 << 15
-    equal = _holds(torch.eq, codes, best.unsqueeze(1), torch.int16 if short else torch.int32)
+    # torch compares fast where it may write what it reads.
+    whole = torch.int32 if codes.element_size() == 1 or codes.shape[1] >= 1 << 15 else codes.dtype
+    equal = _holds(torch.eq, codes, best.unsqueeze(1), whole)
     return equal if kept is None else equal.mul_(kept)
 
 
@@ -186,25 +199,34 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
     bits = _bits_of_keys(size, low, high)
     whole = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64
     numbers = torch.arange(size, dtype=whole).unsqueeze(1)
-    first = low if planes.element_size() > whole.itemsize else 0  # subtract where there is room for it
-    values = torch.empty(planes.shape, dtype=whole).copy_(planes - first if first else planes)
-    if low != first:
-        values.sub_(low)
+    # Values count from 1; what is left out becomes 0, which none of the kept equals. Narrow numbers are fast numbers.
+    fits = torch.iinfo(whole).min <= low and high < torch.iinfo(whole).max
+    values = _narrowed(planes if fits else planes - low, whole).sub_(low - 1 if fits else -1)
     if kept is not None:
-        # Each element that is left out becomes a value of its own: -1, -2, -3, ...
-        absent = torch.empty(planes.shape, dtype=whole).copy_(kept).sub_(1)
-        values.bitwise_or_(absent).addcmul_(absent, numbers)
-    keys = (values * -(1 << index_bits)).add_(numbers + (2 * one_vote - (1 << index_bits)))
-    if kept is not None:
-        keys.bitwise_and_(absent.bitwise_not_())
+        present = torch.empty(planes.shape, dtype=whole).copy_(kept)
+        values.mul_(present)
+    keys = (values * -(1 << index_bits)).add_(numbers + 2 * one_vote)
     equal = torch.empty_like(values)
     for distance in range(1, size):
         same = torch.eq(values[:-distance], values[distance:], out=equal[distance:])
         keys[distance:].add_(same, alpha=one_vote)
+    if kept is not None:
+        keys.mul_(present)
     best = keys.amax(0)
     counts = best >> value_bits + index_bits
     nobody = torch.eq(counts, 0, out=torch.empty_like(counts))
-    return (best & (1 << index_bits) - 1).sub_(nobody), counts
+    value = (best >> index_bits & (1 << value_bits) - 1).long().neg_().add_(low + (1 << value_bits) - 1)
+    return (best & (1 << index_bits) - 1).sub_(nobody), counts, value
+
+
+def _narrowed(planes: torch.Tensor, whole: torch.dtype) -> torch.Tensor:
+    """Copy planes to another dtype; torch turns a matrix around faster plane by plane, and after it is narrow."""
+    result = torch.empty(planes.shape, dtype=whole)
+    if planes.is_contiguous():
+        return result.copy_(planes)
+    for plane, column in zip(result, planes.t().to(whole).unbind(1), strict=True):
+        plane.copy_(column)
+    return result
 
 
 def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
@@ -217,7 +239,8 @@ def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int
     table = torch.zeros((len(values), width), dtype=keys).scatter_add_(1, values.to(torch.int64), weights)
     # Count and value in one number, as in the comparison of pairs; torch.max with indices is slow.
     best = table.mul_(width).add_(torch.arange(width - 1, -1, -1, dtype=keys)).amax(1)
-    return _last(_equals(values, (width - 1 - best % width).to(values.dtype), kept)), best // width
+    value = (width - 1 - best % width).to(values.dtype)
+    return _last(_equals(values, value, kept)), best // width, value.long().add_(low)
 
 
 def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
@@ -225,16 +248,19 @@ def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: in
     size = codes.shape[1]
     whole = _narrowest(low, high + size)
     if whole is None:
-        return vote_anywhere(codes, None if kept is None else kept.view(torch.bool))
+        index, counts = vote_anywhere(codes, None if kept is None else kept.view(torch.bool))
+        return index, counts, codes.gather(1, index.clamp(min=0).unsqueeze(1)).squeeze(1)
     codes = codes.to(whole)
     if kept is not None:
         alone = torch.arange(high + 1, high + 1 + size, dtype=whole)
-        codes = (codes - alone).mul_(kept.to(whole)).add_(alone)  # a difference that wraps around comes back again
+        codes = torch.addcmul(alone, codes - alone, kept.to(whole))  # a difference that wraps around comes back again
     best = codes.mode(1).values
     equal = _equals(codes, best, None)
+    counts, index = equal.sum(1, dtype=torch.int32), _last(equal)
+    if kept is None or best.amax() <= high:
+        return index, counts, best
     some = torch.le(best, high, out=torch.empty_like(best))  # 0 where the best was left out, so nothing was kept
-    counts = equal.sum(1, dtype=torch.int32).mul_(some)
-    return _last(equal).add_(1).mul_(some).sub_(1), counts
+    return index.add_(1).mul_(some).sub_(1), counts.mul_(some), best
 
 
 def _by_sorting(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
@@ -253,4 +279,4 @@ def _by_sorting(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: 
             values, repeats = torch.unique_consecutive(row.sort().values[:number], return_counts=True)
             counts[i], place = repeats.max(0)
             best[i] = values[place]
-    return _last(_equals(codes, best, kept)), counts
+    return _last(_equals(codes, best, kept)), counts, best
