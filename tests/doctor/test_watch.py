@@ -1,7 +1,9 @@
 """The watch: raises before the optimizer writes, replays a bad step, and leaves everything as it was."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -165,6 +167,31 @@ def test_the_replay_starts_from_the_same_state_and_leaves_no_trace():
     once(X)
     assert equal(after[0], once.state_dict())
     assert torch.equal(random, torch.get_rng_state())
+
+
+def test_the_replay_draws_the_same_numbers_from_python_and_numpy():
+    m = nn.Linear(4, 1)
+    drawn = []
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def step():
+        drawn.append(draw())
+        (m(X) * 0).sqrt().mean().backward()
+
+    def seed():
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+
+    seed()
+    first, second = draw(), draw()
+    seed()
+    with gg.watch(m) as watch, pytest.raises(BadStepError):
+        watch.step(step)
+    assert drawn == [first, first]
+    assert draw() == second, "what follows goes on as if there had been no replay"
 
 
 def test_weights_that_the_step_moved_before_it_failed_are_put_back_for_the_replay():

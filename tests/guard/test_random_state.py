@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import gradgate as gg
-from gradgate.guard import _random_state
-from gradgate.guard._random_state import RandomState
+from gradgate import _random_state
+from gradgate._random_state import RandomState
 
 
 def draw():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradgate._random_state import RandomState
 from gradgate._torch_compat import copy_tensors
 
 __all__ = ["Snapshot"]
@@ -17,7 +18,7 @@ __all__ = ["Snapshot"]
 class Snapshot:
     """What a model and its surroundings were before a step.
 
-    Buffers and the random state are copied at the start of each step. Weights are copied only when an optimizer is
+    Buffers and the random states are copied at the start of each step. Weights are copied only when an optimizer is
     about to write to them, because until then they are what they were.
 
     Args:
@@ -30,8 +31,7 @@ class Snapshot:
         self._buffer_copies: list[torch.Tensor] = []
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
         self._written: dict[torch.Tensor, torch.Tensor] = {}
-        self._random = torch.random.get_rng_state()
-        self._device_random: list[torch.Tensor] = []
+        self._random = RandomState(parameter.device for parameter in model.parameters())
         self._states: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
 
     def take(self) -> None:
@@ -43,9 +43,7 @@ class Snapshot:
             self._buffers, self._buffer_copies = buffers, [torch.empty_like(x) for x in buffers]
         with torch.no_grad():
             copy_tensors(self._buffer_copies, buffers)
-        self._random = torch.random.get_rng_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._device_random = torch.cuda.get_rng_state_all()
+        self._random.remember()
         self._written = {}
 
     def before_write(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,17 +76,15 @@ class Snapshot:
         tensors = [*parameters, *self._model.buffers(), *self._written]
         kept = [tensor.detach().clone() for tensor in tensors]
         gradients = [(p, p.grad) for p in parameters]
-        random, device_random = torch.random.get_rng_state(), None
-        if self._device_random:
-            device_random = torch.cuda.get_rng_state_all()
-            torch.cuda.set_rng_state_all(self._device_random)
+        random = RandomState(parameter.device for parameter in parameters)
+        random.remember()
         training = [(module, module.training) for module in self._model.modules()]
         with torch.no_grad():
             copy_tensors(list(self._written), list(self._written.values()))
             copy_tensors(self._buffers, self._buffer_copies)
         for parameter in parameters:
             parameter.grad = None
-        torch.random.set_rng_state(self._random)
+        self._random.restore()
         recording = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
         try:
@@ -104,6 +100,4 @@ class Snapshot:
             for optimizer, state in self._states:
                 optimizer.load_state_dict(state)
             self._states.clear()
-            torch.random.set_rng_state(random)
-            if device_random is not None:
-                torch.cuda.set_rng_state_all(device_random)
+            random.restore()

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from gradgate._random_state import RandomState
 from gradgate._torch_compat import buffers_of, copy_tensors, write_mark
-from gradgate.guard._random_state import RandomState
 
 __all__ = ["TrainingState"]
 
