@@ -203,6 +203,8 @@ def test_errors_of_apply_where():
         gg.apply_where(True, x, torch.log)
     with pytest.raises(ArgumentTypeError, match=r"`args\[1\]` is the float 2.0"):
         gg.apply_where(keep, (x, 2.0), torch.mul)
+    with pytest.raises(ArgumentTypeError, match=r"`fn` is a float32 tensor(.|\n)*apply_where\(keep, x, fn\)"):
+        gg.apply_where(keep, torch.log, x)
     with pytest.raises(ArgumentValueError, match=r"`args` is empty"):
         gg.apply_where(keep, (), torch.log)
     with pytest.raises(ArgumentValueError, match=r"`keep` has shape \(2,\), the arguments have \(3,\)"):
