@@ -54,6 +54,8 @@ class Run:
             self.frozen[[0, 3]] = True
             if self.how == "elements":
                 self.frozen[1:, ::2] = True
+            elif self.how == "most rows":
+                self.frozen[:5] = True
             self.handle = gg.pin(weight, frozen=self.frozen)
         self.start = weight.detach().clone()
         self.elsewhere = self.model.outer.weight.detach().clone()
@@ -174,7 +176,7 @@ WHEN = [
     added_param_group,
     after_loading,
 ]
-HOW = ("parameter", "rows", "elements")
+HOW = ("parameter", "rows", "most rows", "elements")
 # What torch itself refuses, with its words.
 REFUSED = {
     ("LBFGS", "grad_scaler"): "Closure use is not currently supported",

@@ -125,3 +125,58 @@ def test_few_and_many_rows_clear_alike(frozen):
     region_of(mask).clear(gradient)
     assert torch.equal(gradient[:frozen], torch.zeros(frozen, 3))
     assert torch.equal(gradient[-1], torch.full((3,), 2.0))
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def _threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["plain", "transposed", "every second row", "every second column"])
+def test_many_rows_come_back_and_the_others_keep_what_they_learned(dtype, layout):
+    shape = {"transposed": (3, 40), "every second row": (80, 3), "every second column": (40, 6)}.get(layout, (40, 3))
+    whole = torch.randn(shape, dtype=dtype)
+    values = {"transposed": whole.t(), "every second row": whole[::2], "every second column": whole[:, ::2]}.get(
+        layout, whole
+    )
+    beside = whole.clone()
+    mask = torch.ones(40, 3, dtype=torch.bool)
+    mask[[4, 17]] = False
+    region = region_of(mask)
+    values[0] = torch.tensor([-0.0, float("nan"), float("inf")])
+    start = values.clone()
+    kept = region.read(values)
+    for step in (1.0, 2.0):
+        values.copy_(torch.full((40, 3), step))
+        region.write(values, kept)
+        assert torch.equal(bits(values[mask]), bits(start[mask]))
+        assert (values[~mask] == step).all()
+    if layout.startswith("every"):
+        unused = (slice(1, None, 2),) if layout == "every second row" else (slice(None), slice(1, None, 2))
+        assert torch.equal(bits(whole[unused]), bits(beside[unused])), "what lies in between is not ours"
+
+
+@pytest.mark.usefixtures("_threads")
+def test_an_interrupt_in_the_middle_does_not_cost_the_others_what_they_learned(monkeypatch):
+    """Broken off after the others were set aside, and put right by the next step."""
+    mask = torch.ones(40, 3, dtype=torch.bool)
+    mask[4] = False
+    region, values = region_of(mask), torch.zeros(40, 3)
+    kept = region.read(values)
+    values.fill_(5.0)
+
+    def interrupted(values, kept):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gradgate.freezing._regions._overwrite", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            region.write(values, kept)
+    assert (values[4] == 5).all()
+    region.write(values, kept)
+    assert (values == torch.where(mask, 0.0, 5.0)).all()
