@@ -36,6 +36,7 @@ class RandomState:
         self._devices: list[tuple[Any, torch.device]] = []
         self._of_devices: list[torch.Tensor] = []
         self._torch = torch.default_generator.clone_state()
+        self._taken: torch.Tensor | None = None
         self.watch(devices)
 
     def watch(self, devices: Iterable[torch.device]) -> None:
@@ -45,7 +46,7 @@ class RandomState:
 
     def remember(self) -> None:
         """Take the state as it is now."""
-        self._torch = torch.default_generator.clone_state()
+        self._torch, self._taken = torch.default_generator.clone_state(), None
         self._python.remember()
         self._numpy.remember()
         if self._devices:
@@ -59,7 +60,9 @@ class RandomState:
 
     def restore_torch(self) -> None:
         """Put back torch's own part of it."""
-        torch.default_generator.set_state(self._torch.get_state())
+        if self._taken is None:
+            self._taken = self._torch.get_state()
+        torch.default_generator.set_state(self._taken)
         for (module, device), state in zip(self._devices, self._of_devices, strict=True):
             module.set_rng_state(state, device)
 

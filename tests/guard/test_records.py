@@ -215,3 +215,11 @@ def test_a_long_table_is_cut():
     assert len(lines) == 22
     assert lines[-1] == "... and 10 more"
     assert lines[1].endswith("x...")
+
+
+def test_a_step_lists_its_rows_and_prints_in_one_line():
+    linear = nn.Linear(2, 1)
+    step = gg.Guard(linear).step(torch.ones(3, 2), lambda x: linear(x).sum() * 0 + 0.5)
+    assert step.kept == [0, 1, 2]
+    assert step.kept is step.kept
+    assert repr(step) == "Step(loss=0.5, kept=3 rows, dropped=0, exact=True)"

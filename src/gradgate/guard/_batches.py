@@ -46,6 +46,14 @@ class BatchReader:
         self._select = select
         self._count = count
 
+    def read(self, batch: Any, ids: Ids | None = None) -> tuple[int, int, Sequence[torch.Tensor]]:
+        """Give what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
+        plain = self._plain(batch)
+        if plain is None or ids is not None or self._count is not None or self._select is not None:
+            return self.count(batch, ids), self.writes(batch), self.leaves(batch)
+        size, writes, takes_gradient = plain
+        return size, writes, self.leaves(batch) if takes_gradient else ()
+
     def count(self, batch: Any, ids: Ids | None = None) -> int:
         """Tell how many samples a batch holds.
 
@@ -66,7 +74,8 @@ class BatchReader:
             found = _count_for_select(batch, self.batch_dim, ids)
         else:
             # Nearly every batch is a few tensors of one length; the general way costs ten times as much.
-            found = self._plain_size(batch)
+            plain = self._plain(batch)
+            found = -1 if plain is None else plain[0]
             if found < 0 or (ids is not None and len(ids) != found):
                 found = self._agreed(batch, ids)
         if ids is not None and len(ids) != found:
@@ -113,16 +122,21 @@ class BatchReader:
             return self._select(batch, list(rows))
         return select_rows(batch, index_of(rows), size, self.batch_dim)
 
-    def _plain_size(self, batch: Any) -> int:
-        """Give the size of a few tensors of one length, or -1 for anything else."""
+    def _plain(self, batch: Any) -> tuple[int, int, bool] | None:
+        """Give the size of a few tensors of one length, the writes to them, and whether any takes a gradient."""
         kind = type(batch)
         parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
-        size, dim = -1, self.batch_dim
+        size, writes, takes_gradient, dim = -1, 0, False, self.batch_dim
         for part in parts:
-            if type(part) is not torch.Tensor or part.dim() <= dim or part.is_nested or part.size(dim) != size >= 0:
-                return -1
-            size = part.size(dim)
-        return size
+            if type(part) is not torch.Tensor or part.is_nested:
+                return None
+            shape = part.shape
+            if len(shape) <= dim or shape[dim] != size >= 0:
+                return None
+            size = shape[dim]
+            writes += write_count(part)
+            takes_gradient = takes_gradient or part.requires_grad
+        return None if size < 0 else (size, writes, takes_gradient)
 
     def _agreed(self, batch: Any, ids: Ids | None) -> int:
         possible = _sizes(batch, self.batch_dim)

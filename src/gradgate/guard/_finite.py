@@ -18,7 +18,7 @@ class FiniteCheck:
     """Looks for NaN and Inf in a loss and in many gradients at once, with one read by the host."""
 
     def __init__(self) -> None:
-        self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._flags: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the device's number, which is read fastest
 
     def alarm(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
         """Tell whether anything is not finite.
@@ -43,19 +43,18 @@ class FiniteCheck:
     def _found(self, gradients: list[torch.Tensor]) -> torch.Tensor | None:
         if not gradients:
             return None
+        first = gradients[0]
+        flags = self._flags.get(first.get_device())
+        if flags is None:
+            flags = self._flags[first.get_device()] = (
+                torch.zeros(1, device=first.device),
+                torch.ones(1, device=first.device),
+            )
         try:
-            return self._one_pass(gradients)
+            find_non_finite(gradients, *flags)
         except RuntimeError:  # several devices; sparse, complex or overlapping gradients; a device without this pass
-            device = gradients[0].device
-            return torch.stack([_any_non_finite(gradient).to(device) for gradient in gradients]).any().float()
-
-    def _one_pass(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        device = gradients[0].device
-        if device not in self._flags:
-            self._flags[device] = torch.zeros(1, device=device), torch.ones(1, device=device)
-        found, one = self._flags[device]
-        find_non_finite(gradients, found, one)
-        return found
+            return torch.stack([_any_non_finite(gradient).to(first.device) for gradient in gradients]).any().float()
+        return flags[0]
 
 
 def _any_non_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -159,15 +159,16 @@ class Guard:
             scaler = None
         if not isinstance(self._agreement, Alone):
             return SharedStep(self, self._agreement, batch, ids).run(loss_fn, scaler)
-        size = self._reader.count(batch, ids)
+        size, writes, guests = self._reader.read(batch, ids)
         trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler)
         if self._first:
             trial.before_backward = self._look_around
-        outcome, recovered, incidents = self._guarded(trial, batch, size, ids)
+        self._state.remember(guests)
+        outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
         self._state.add_earlier_gradients()
         if recovered is None:
             self._tally.add_step(size, bad=False)
-            return Step(outcome.value, outcome.per_sample, list(range(size)))
+            return Step(outcome.value, outcome.per_sample, range(size))
         self._tally.add_step(size, bad=bool(recovered.dropped))
         return Step(
             loss=torch.tensor(float("nan")) if outcome.value is None else outcome.value,
@@ -199,16 +200,18 @@ class Guard:
         Raises:
             TooManyBadSamples: More than `max_bad` of the batch is bad, or no sample can be blamed.
         """
-        size = self._reader.count(batch, ids)
+        size, writes, guests = self._reader.read(batch, ids)
         trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
         if isinstance(self._agreement, Alone):
-            outcome, recovered, _ = self._guarded(trial, batch, size, ids)
+            self._state.remember(guests)
+            outcome, recovered, _ = self._guarded(trial, batch, size, writes, ids)
         else:
             if self._closed is not None:
                 self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
                 self._closed = None
             with self._agreement.apart(training=False):
-                outcome, recovered, _ = self._guarded(trial, batch, size, ids)
+                self._state.remember(guests)
+                outcome, recovered, _ = self._guarded(trial, batch, size, writes, ids)
         self._state.add_earlier_gradients()
         leaves, form = tree_flatten(outcome.value)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
@@ -265,11 +268,9 @@ class Guard:
         self.epoch = epoch
 
     def _guarded(
-        self, trial: Trial, batch: Any, size: int, ids: Ids | None
+        self, trial: Trial, batch: Any, size: int, writes: int, ids: Ids | None
     ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
         """Make a try, and recover from its fault; whatever is raised, everything is as before."""
-        self._state.remember(self._reader.leaves(batch))
-        writes = self._reader.writes(batch)
         try:
             outcome = trial.run(batch, size)
             if outcome.fault is None:

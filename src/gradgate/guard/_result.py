@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,6 @@ from gradgate.records import Incident
 __all__ = ["Step", "Summary"]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Step:
     """What `Guard.step` gives back.
 
@@ -27,13 +27,37 @@ class Step:
         transient: What went wrong once and did not come again; nothing was dropped for it.
     """
 
-    loss: torch.Tensor
-    losses: torch.Tensor | None
-    kept: list[int]
-    dropped: tuple[Incident, ...] = ()
-    exact: bool = True
-    reason: str = ""
-    transient: tuple[Incident, ...] = ()
+    # Made in every step, so by hand: a frozen dataclass takes five times as long, a list of all rows even longer.
+    __slots__ = ("_kept", "dropped", "exact", "loss", "losses", "reason", "transient")
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        losses: torch.Tensor | None,
+        kept: Sequence[int],
+        dropped: tuple[Incident, ...] = (),
+        exact: bool = True,
+        reason: str = "",
+        transient: tuple[Incident, ...] = (),
+    ) -> None:
+        self.loss = loss
+        self.losses = losses
+        self._kept = kept
+        self.dropped = dropped
+        self.exact = exact
+        self.reason = reason
+        self.transient = transient
+
+    @property
+    def kept(self) -> list[int]:
+        """The rows that took part; index with it: `batch[step.kept]`."""
+        if not isinstance(self._kept, list):
+            self._kept = list(self._kept)
+        return self._kept
+
+    def __repr__(self) -> str:
+        kept = f"kept={len(self._kept)} rows, dropped={len(self.dropped)}"
+        return f"Step(loss={self.loss.item():g}, {kept}, exact={self.exact})"
 
 
 @dataclass(frozen=True, slots=True)

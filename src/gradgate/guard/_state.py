@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from gradgate._random_state import RandomState
-from gradgate._torch_compat import buffers_of, copy_tensors, write_mark
+from gradgate._torch_compat import buffers_of, write_mark
+from gradgate.guard._buffer_copies import BufferCopies
 
 __all__ = ["TrainingState"]
 
@@ -39,9 +40,10 @@ class TrainingState:
         self._owners = [(module, name) for module in unique for name in buffers_of(module)]
         self._slots = [(buffers_of(module), name) for module, name in self._owners]
         self._buffers: list[torch.Tensor | None] = [owner[name] for owner, name in self._slots]
-        self._dense = [_without_repeats(b) for b in dict.fromkeys(self._buffers) if b is not None]
-        self._copies = [torch.empty_like(b) for b in self._dense]
-        self._random.watch({tensor.device for tensor in [*self.parameters, *self._dense]})
+        self._tables = [table for module in unique if (table := buffers_of(module))]
+        dense = [_without_repeats(b) for b in dict.fromkeys(self._buffers) if b is not None]
+        self._copies = BufferCopies(dense)
+        self._random.watch({tensor.device for tensor in [*self.parameters, *dense]})
 
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Take in parameters that a step is about to train although no guarded module owns them."""
@@ -62,17 +64,17 @@ class TrainingState:
             self._guests = list(guests)
             self.refresh()
         if self._slots:
-            current = [owner.get(name) for owner, name in self._slots]
-            if not all(map(operator.is_, current, self._buffers)):
+            current = [buffer for table in self._tables for buffer in table.values()]
+            if len(current) != len(self._buffers) or not all(map(operator.is_, current, self._buffers)):
                 self.refresh()  # the model was moved, or a buffer was assigned
-            copy_tensors(self._copies, self._dense)
+            self._copies.take()
         self._gradients = []
         self._lay_aside(self.parameters)
 
     def _lay_aside(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
-            if parameter.grad is not None:
-                self._gradients.append((parameter, parameter.grad))
+            if (gradient := parameter.grad) is not None:
+                self._gradients.append((parameter, gradient))
                 parameter.grad = None
 
     def restore(self) -> None:
@@ -87,8 +89,7 @@ class TrainingState:
 
     def restore_tensors(self) -> None:
         """Put back what is put back in a moment: the values of buffers and torch's own random state."""
-        with torch.no_grad():
-            copy_tensors(self._dense, self._copies)
+        self._copies.put_back()
         self._random.restore_torch()
 
     def forget_gradients(self) -> None:
@@ -98,8 +99,7 @@ class TrainingState:
 
     def gradients(self) -> list[torch.Tensor]:
         """Give the gradients that the current try has made."""
-        found = [parameter.grad for parameter in self.parameters]
-        return [gradient for gradient in found if gradient is not None]
+        return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
 
     def earlier(self) -> dict[torch.Tensor, torch.Tensor]:
         """Give the gradients laid aside, by parameter."""

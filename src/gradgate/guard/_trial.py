@@ -74,9 +74,8 @@ class Trial(Protocol):
 class _Catching:
     """Runs code and takes what it raises for a fault, as far as that may be."""
 
-    def __init__(self, catch: Catch) -> None:
-        self.catch = catch
-        self._faults: list[Fault] = []
+    catch: Catch
+    _faults: list[Fault]
 
     def attempt(self, call: Callable[[], Any]) -> Outcome:
         """Run a part of the user's code.
@@ -133,8 +132,9 @@ class LossTrial(_Catching):
         catch: Catch,
         scaler: Scaler | None = None,
     ) -> None:
-        super().__init__(catch)
         self.function = function
+        self.catch = catch
+        self._faults = []
         self.scaler = scaler
         self._state = state
         self._check = check
@@ -218,8 +218,9 @@ class OutputTrial(_Catching):
     walks_back = False
 
     def __init__(self, function: Callable[[Any], Any], catch: Catch, batch_dim: int) -> None:
-        super().__init__(catch)
         self.function = function
+        self.catch = catch
+        self._faults = []
         self._batch_dim = batch_dim
 
     def forward(self, batch: Any, size: int) -> Outcome:

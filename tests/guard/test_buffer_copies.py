@@ -1,0 +1,89 @@
+"""Copies of buffers: whatever they are and wherever they lie, they come back to the bit."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradgate as gg
+from gradgate.guard._buffer_copies import BufferCopies
+
+KINDS = {
+    "floats": lambda: torch.randn(3, 4),
+    "one number": lambda: torch.tensor(7),
+    "half": lambda: torch.randn(5).half(),
+    "booleans": lambda: torch.tensor([True, False, True]),
+    "nothing": lambda: torch.empty(0, 3),
+    "with gaps": lambda: torch.randn(4, 6)[:, ::2],
+    "transposed": lambda: torch.randn(2, 3).T,
+    "complex": lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
+    "part of another": lambda: torch.randn(10)[3:7],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_taken_is_put_back(kind):
+    tensors = [torch.randn(2), KINDS[kind](), torch.tensor(1)]
+    copies = BufferCopies(tensors)
+    for _ in range(2):
+        before = [tensor.clone() for tensor in tensors]
+        copies.take()
+        for tensor in tensors:
+            tensor.zero_()
+        copies.put_back()
+        assert all(map(torch.equal, tensors, before))
+        for tensor in tensors:
+            tensor.copy_(tensor + 1)
+
+
+def test_a_tensor_that_is_given_other_memory_is_followed():
+    tensor = torch.arange(4.0)
+    copies = BufferCopies([tensor])
+    copies.take()
+    tensor.data = torch.arange(4.0) + 10
+    copies.take()
+    tensor.zero_()
+    copies.put_back()
+    assert tensor.tolist() == [10, 11, 12, 13]
+
+
+def test_memory_that_was_freed_is_not_read():
+    """The storage shrinks and grows again, as sharded training does with what it does not need at the moment."""
+    tensor = torch.arange(4.0)
+    copies = BufferCopies([tensor])
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(4 * tensor.element_size())
+    tensor.copy_(torch.arange(4.0) + 5)
+    copies.take()
+    tensor.zero_()
+    copies.put_back()
+    assert tensor.tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("change", ["assigned", "data", "added", "a view of the same memory"])
+def test_buffers_that_changed_between_steps_are_as_before_the_bad_step(change):
+    norm = nn.BatchNorm1d(3)
+    guard = gg.Guard(norm)
+    guard.step(torch.randn(8, 3), lambda x: norm(x).square().mean())
+    if change == "assigned":
+        norm.running_mean = torch.full((3,), 2.0)
+    elif change == "data":
+        norm.running_mean.data = torch.full((3,), 2.0)
+    elif change == "added":
+        norm.register_buffer("more", torch.ones(2))
+    else:
+        norm.running_mean = norm.running_mean.view(3)
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    objects = dict(norm.named_buffers())
+
+    def loss_fn(x):
+        if change == "added":
+            norm.more += 1
+        norm(x)
+        raise KeyError("every sample")
+
+    with pytest.raises(KeyError):
+        guard.step(torch.randn(8, 3), loss_fn)
+    after = dict(norm.named_buffers())
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(after[name] is objects[name] for name in objects)
