@@ -1,23 +1,34 @@
-"""Run the benchmarks: `python -m benchmarks [words of a title or room ...] [--list] [--write]`."""
+"""Run the benchmarks: `python -m benchmarks [words of a title or room ...]`; `--help` tells the rest.
+
+`--write` keeps what was measured in benchmarks/results.json after every row, and makes the pages and charts of it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pkgutil
-import platform
-from dataclasses import replace
+import time
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 import benchmarks
-from benchmarks.harness import Result, Row, race
+from benchmarks import jax_peer  # noqa: F401 - says how many threads it may use, before a room imports it
+from benchmarks.charts import charts_of, file_name
+from benchmarks.harness import Result, Row, quickly, race
+from benchmarks.page import cells, page
+from benchmarks.record import Record, read, this_machine
 
-PAGE = Path(__file__).parent / "results.md"
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "benchmarks" / "results.json"
+CHARTS = ROOT / "docs" / "charts"
+PAGES = {
+    ROOT / "benchmarks" / "results.md": ("", "../docs/charts/"),
+    ROOT / "docs" / "benchmarks.md": ("---\nhide: [navigation]\n---\n\n", "charts/"),
+}
+"""The pages that are made of the results, with what stands above each and where it finds the charts."""
 
 
 def all_rows() -> list[Row]:
@@ -29,69 +40,79 @@ def all_rows() -> list[Row]:
     return found
 
 
-def cells(result: Result) -> tuple[str, ...]:
-    """Give a result as the cells of a line: room, title, goal, figure, verdict, the field."""
-    row = result.row
-    unit = " us" if row.microseconds is not None else " x faster" if row.at_least is not None else ""
-    noise = "" if row.microseconds is not None else f" (iqr {result.spread[row.ours]:.2f})"
-    verdict = {True: "met", False: "MISSED", None: ""}[result.met]
-    field = ", ".join(f"{name} {result.ratio[name]:.3g} ({result.time[name] * 1e6:.3g} us)" for name in result.ratio)
-    return row.room, row.title, result.goal, f"{result.figure:.3g}{unit}{noise}", verdict, field
+def write_pages(record: Record) -> None:
+    """Make the pages and the charts of a record; charts that are no longer drawn go."""
+    for path, (above, charts) in PAGES.items():
+        path.write_text(above + page(record, charts))
+    drawn = {file_name(title): picture for title, picture in charts_of(list(record.results.values())).items()}
+    CHARTS.mkdir(exist_ok=True)
+    for old in CHARTS.glob("*.svg"):
+        if old.name not in drawn:
+            old.unlink()
+    for name, picture in drawn.items():
+        (CHARTS / name).write_text(picture)
 
 
-def page(results: list[Result], *, quick: bool) -> str:
-    """Write the results as Markdown."""
-    how = "make bench-quick" if quick else "make bench"
-    met = sum(1 for result in results if result.met)
-    goals = sum(1 for result in results if result.met is not None)
-    lines = [
-        "# What was measured",
-        "",
-        f"`{how}`, all in one run: torch {torch.__version__}, Python {platform.python_version()},",
-        f"{os.cpu_count()} cores, {platform.machine()}. {met} of {goals} goals met.",
-        "",
-        "A figure is the median over rounds of ours / base (or of base / ours where it says *faster*), candidates",
-        "interleaved in each round; *iqr* is the interquartile range of those ratios. The field gives the ratio of",
-        "every candidate to the base and its time per call; one thread unless the title says otherwise.",
-    ]
-    for room in dict.fromkeys(result.row.room for result in results):
-        lines += [
-            "",
-            f"## {room}",
-            "",
-            "| what | goal | measured | | the field: ratio (time) |",
-            "|---|---|---|---|---|",
-        ]
-        lines += ["| " + " | ".join(cells(r)[1:]) + " |" for r in results if r.row.room == room]
-    return "\n".join(lines) + "\n"
+def run(row: Row) -> Result:
+    """Run a row; what it raises costs this row, not the page."""
+    try:
+        return race(row)
+    except Exception as error:  # noqa: BLE001 - it is told on the page
+        return Result(row, error=f"{type(error).__name__}: {error}")
+
+
+def options_of_the_command_line() -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("words", nargs="*", help="run only the rows whose room or title has all of these")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and rows: a first look, with more noise")
+    parser.add_argument("--list", action="store_true", help="only list the rows")
+    parser.add_argument("--write", action="store_true", help="write the results; with words, only those rows change")
+    parser.add_argument("--resume", action="store_true", help="go on where a run with --write was cut")
+    parser.add_argument("--pages", action="store_true", help="run nothing, make the pages of what was measured before")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Choose the rows, run them, show and perhaps write the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("words", nargs="*", help="run only the rows whose room or title has all of these")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: a first look, with more noise")
-    parser.add_argument("--list", action="store_true", help="only list the rows")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results.md")
-    options = parser.parse_args()
-    rows = [row for row in all_rows() if all(word in f"{row.room} {row.title}" for word in options.words)]
-    console = Console()
-    results = []
+    """Choose the rows, run them, show and perhaps write them."""
+    options = options_of_the_command_line()
+    if options.pages:
+        write_pages(read(KEPT))
+        return
+    every = all_rows()
+    rows = [row for row in every if all(word in row.name for word in options.words)]
+    if options.quick:
+        rows = [quickly(row) for row in rows if row.quick]
+    goes_on = KEPT.exists() and (options.resume or bool(options.words))
+    record = read(KEPT) if goes_on else Record(options.quick, 0, this_machine())
+    record.rows = len(every)
+    if options.resume:
+        rows = [row for row in rows if row.name not in record.results or record.results[row.name].error]
+    console, started = Console(), time.perf_counter()
+    results: list[Result] = []
     for number, row in enumerate(rows, 1):
         if options.list:
-            console.print(f"{row.room}: {row.title}", highlight=False)
+            console.print(row.name, highlight=False, markup=False)
             continue
-        console.print(f"[{number}/{len(rows)}] {row.room}: {row.title}", style="dim", highlight=False, markup=False)
-        results.append(race(replace(row, rounds=5, seconds=0.5) if options.quick else row))
-    if not results:
-        return
+        result = run(row)
+        results.append(result)
+        line = f"[{number}/{len(rows)}] {row.name}: {result.error or f'{result.took:.1f} s'}"
+        console.print(line, style="dim", highlight=False, markup=False)
+        if options.write or options.resume:
+            record.add(result)
+            record.write(KEPT)
+            write_pages(record)
+    if results:
+        _show(console, results)
+        console.print(f"{time.perf_counter() - started:.0f} s in all", highlight=False)
+
+
+def _show(console: Console, results: list[Result]) -> None:
     table = Table("room", "what", "goal", "measured", "", "the field: ratio (time)")
     for result in results:
-        table.add_row(*cells(result), style=None if result.met is not False else "bold red")
+        if not result.error:
+            table.add_row(result.row.room, *cells(result), style=None if result.met is not False else "bold red")
     console.print(table)
-    if options.write:
-        PAGE.write_text(page(results, quick=options.quick))
-        console.print(f"written to benchmarks/{PAGE.name}")
 
 
 if __name__ == "__main__":

@@ -159,6 +159,7 @@ ROWS = [
             _traced(make),
             ours="gg.trace",
             base="plain step",
+            peers=("detect_anomaly",),
             at_most=_goal(name, 2.0),
         )
         for name, make in MODELS.items()

@@ -74,9 +74,14 @@ def masked_elements() -> tuple[torch.Tensor, Any, Any]:
     return torch.randn(1000, 1000), keep, torch.randn(int(keep.sum()))
 
 
-def row(title: str, candidates: Callable[[], dict[str, Candidate]], at_most: float | None = 1.15) -> Row:
+def row(
+    title: str,
+    candidates: Callable[[], dict[str, Candidate]],
+    at_most: float | None = 1.15,
+    peers: tuple[str, ...] = ("clone + assign",),
+) -> Row:
     """Compare with the assignment in place."""
-    return Row("edits", title, candidates, ours="gg.at", base="clone + assign", at_most=at_most)
+    return Row("edits", title, candidates, ours="gg.at", base="clone + assign", at_most=at_most, peers=peers)
 
 
 def rows_by_index(side: int, count: int) -> Callable[[], tuple[torch.Tensor, Any, Any]]:
@@ -89,12 +94,14 @@ def rows_by_slice(side: int, count: int) -> Callable[[], tuple[torch.Tensor, Any
     return matrix(side, slice(100, 100 + count), lambda: torch.randn(count, side))
 
 
+BY_INDEX = ("clone + assign", "index_put")
+
 ROWS = [
     row("set a slice of 200 rows, 2000x2000", forward(rows_by_slice(2000, 200))),
     row("set a number in every second row, 2000x2000", forward(matrix(2000, slice(None, None, 2), lambda: 0.0))),
-    row("set 200 rows by an index tensor, 2000x2000", forward(rows_by_index(2000, 200))),
-    row("set 1000 rows by an index tensor, 2000x2000", forward(rows_by_index(2000, 1000))),
-    row("set 512 rows of an embedding table, 50000x64", forward(table)),
+    row("set 200 rows by an index tensor, 2000x2000", forward(rows_by_index(2000, 200)), peers=BY_INDEX),
+    row("set 1000 rows by an index tensor, 2000x2000", forward(rows_by_index(2000, 1000)), peers=BY_INDEX),
+    row("set 512 rows of an embedding table, 50000x64", forward(table), peers=BY_INDEX),
     row(
         "set a number under a mask, half of 1000x1000",
         forward(matrix(1000, lambda: torch.rand(1000, 1000) > 0.5, lambda: 0.0)),
@@ -103,8 +110,23 @@ ROWS = [
     row("set 200 rows by an index tensor, 2000x2000, with backward", both(rows_by_index(2000, 200))),
     row("set a slice of 200 rows, 2000x2000, with backward", both(rows_by_slice(2000, 200))),
     row("set a slice of 100 rows, 1000x1000 (a call shows)", forward(rows_by_slice(1000, 100)), at_most=None),
-    row("set 100 rows by an index tensor, 1000x1000 (a call shows)", forward(rows_by_index(1000, 100)), at_most=None),
-    row("set 100,000 single elements of 1e6 (the search shows)", forward(elements(100_000)), at_most=None),
-    row("the same with unique_indices=True", forward(elements(100_000), unique_indices=True), at_most=None),
-    row("set 4 elements of 16 (what a call costs)", forward(elements(4, 16)), at_most=None),
+    row(
+        "set 100 rows by an index tensor, 1000x1000 (a call shows)",
+        forward(rows_by_index(1000, 100)),
+        at_most=None,
+        peers=BY_INDEX,
+    ),
+    row(
+        "set 100,000 single elements of 1e6 (the search shows)",
+        forward(elements(100_000)),
+        at_most=None,
+        peers=BY_INDEX,
+    ),
+    row(
+        "the same with unique_indices=True",
+        forward(elements(100_000), unique_indices=True),
+        at_most=None,
+        peers=BY_INDEX,
+    ),
+    row("set 4 elements of 16 (what a call costs)", forward(elements(4, 16)), at_most=None, peers=BY_INDEX),
 ]

@@ -8,19 +8,19 @@ import torch
 from torch import nn
 
 import gradgate as gg
-from benchmarks.harness import Candidate, Row
+from benchmarks.harness import Candidate, Growth, Row
 
 TABLE = (50_000, 768)
 IDS = torch.randint(0, TABLE[0], (16, 128), generator=torch.Generator().manual_seed(0))
 
 
-def stepping(embedding: nn.Embedding) -> Candidate:
+def stepping(embedding: nn.Embedding, ids: torch.Tensor = IDS) -> Candidate:
     """One training step as users write it: zero_grad, forward, backward, AdamW."""
     optimizer = torch.optim.AdamW(embedding.parameters(), lr=1e-3)
 
     def step() -> None:
         optimizer.zero_grad()
-        embedding(IDS).sum().backward()
+        embedding(ids).sum().backward()
         optimizer.step()
 
     step()
@@ -59,6 +59,34 @@ def rows() -> dict[str, Candidate]:
     plain, ours = nn.Embedding(*TABLE), nn.Embedding(*TABLE)
     gg.train_rows(ours, rows=range(10))
     return {"plain": stepping(plain), "train_rows": stepping(ours)}
+
+
+def optimizer_state(embedding: nn.Embedding) -> int:
+    """Count the elements that AdamW keeps for a table after a step."""
+    optimizer = torch.optim.AdamW(embedding.parameters(), lr=1e-3)
+    embedding(IDS).sum().backward()
+    optimizer.step()
+    return sum(value.numel() for entry in optimizer.state.values() for value in entry.values())
+
+
+def state_of_rows() -> dict[str, Candidate]:
+    """What AdamW keeps for ten rows of the table, against the table itself."""
+    table = nn.Embedding(*TABLE)
+    gg.train_rows(table, rows=range(10))
+    return {"the table": lambda: TABLE[0] * TABLE[1], "train_rows": lambda: optimizer_state(table)}
+
+
+def growing(count: int) -> dict[str, Candidate]:
+    """A table of so many rows: plain, half of it pinned, ten rows of it learning."""
+    ids = IDS % count
+    plain, half, ten = (nn.Embedding(count, 64) for _ in range(3))
+    gg.pin(half.weight, rows=torch.randperm(count)[: count // 2])
+    gg.train_rows(ten, rows=range(10))
+    return {
+        "plain": stepping(plain, ids),
+        "pin, half of the rows": stepping(half, ids),
+        "train_rows, 10": stepping(ten, ids),
+    }
 
 
 def deep(freeze_by: str) -> Candidate:
@@ -101,7 +129,17 @@ def proving() -> dict[str, Candidate]:
 def of_table(what: str, candidates: Callable[[], dict[str, Candidate]], ours: str, at_most: float | None) -> Row:
     """A row about one step of the large table."""
     base = "hook and torch.where" if candidates is hooked else "plain"
-    return Row("freezing", f"AdamW step, 50,000 x 768, {what}", candidates, ours, base, at_most=at_most, rounds=11)
+    peers = (base,) if candidates is hooked else ()
+    title = f"AdamW step, 50,000 x 768, {what}"
+    return Row("freezing", title, candidates, ours, base, at_most=at_most, peers=peers, rounds=11)
+
+
+def of_size(count: int) -> Row:
+    """A row of a table of some size."""
+    growth = Growth("AdamW step of a table, 64 wide", "rows", count)
+    return Row(
+        "freezing", f"AdamW step, {count:,} x 64", lambda: growing(count), "train_rows, 10", "plain", growth=growth
+    )
 
 
 ROWS = [
@@ -109,7 +147,7 @@ ROWS = [
     of_table("half of the rows pinned", lambda: pinned(0.5, "rows"), "pin", 1.10),
     of_table("99 % of the rows pinned", lambda: pinned(0.99, "rows"), "pin", 1.10),
     of_table("one element in 1,000 pinned", lambda: pinned(0.001, "elements"), "pin", 1.10),
-    of_table("a random half of the elements pinned", lambda: pinned(0.5, "elements"), "pin", None),
+    of_table("a random half of the elements pinned", lambda: pinned(0.5, "elements"), "pin", 1.10),
     of_table("half of the rows pinned, against a hook and where", hooked, "pin", 1.0),
     of_table("10 rows learn", rows, "train_rows", 0.05),
     Row(
@@ -119,7 +157,25 @@ ROWS = [
         "gg.freeze",
         "requires_grad_(False)",
         at_most=1.02,
+        peers=("requires_grad_(False)",),
         rounds=60,
     ),
-    Row("freezing", "prove that 50,000 x 768 did not move", proving, "verify", "torch.equal with a copy"),
+    Row(
+        "freezing",
+        "prove that 50,000 x 768 did not move",
+        proving,
+        "verify",
+        "torch.equal with a copy",
+        peers=("torch.equal with a copy",),
+    ),
+    Row(
+        "freezing",
+        "optimizer state of AdamW, 50,000 x 768, 10 rows learn",
+        state_of_rows,
+        "train_rows",
+        "the table",
+        0.01,
+        counts=True,
+    ),
+    *[of_size(count) for count in (1_000, 10_000, 100_000)],
 ]

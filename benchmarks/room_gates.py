@@ -132,8 +132,12 @@ def mask_rows_of_a_gradient():
     return {"where": lambda: torch.where(keep, gradient, 0), "gradgate": ours}
 
 
+BY_HAND = ("where/detach", "hook on a view", "copied Function")
+IN_A_MODEL = ("hook with where", "where/detach")
+MASKING = ("where", "masked_fill")
+
 ROWS = [
-    Row("gates", "gate, a call on 16 x 64", calls(gg.gate), "gradgate", "view_as", microseconds=6),
+    Row("gates", "gate, a call on 16 x 64", calls(gg.gate), "gradgate", "view_as", microseconds=6, peers=BY_HAND),
     Row(
         "gates",
         "reverse_grad, a call on 16 x 64",
@@ -141,9 +145,25 @@ ROWS = [
         "gradgate",
         "view_as",
         microseconds=6,
+        peers=BY_HAND,
     ),
-    Row("gates", "six gates in an MLP of 6 x 512, batch 256, a step", six_gates, "gradgate", "no gates", at_most=1.1),
+    Row(
+        "gates",
+        "six gates in an MLP of 6 x 512, batch 256, a step",
+        six_gates,
+        "gradgate",
+        "no gates",
+        1.1,
+        peers=IN_A_MODEL,
+    ),
     Row("gates", "a shut gate in an MLP of 12 x 512, batch 256, a step", shut_gate, "gradgate", "open", at_most=0.4),
-    Row("gates", "masking a gradient of 1024 x 1024", mask_a_gradient, "gradgate", "where", at_least=5),
-    Row("gates", "masking rows of a gradient of 1024 x 1024", mask_rows_of_a_gradient, "gradgate", "where"),
+    Row("gates", "masking a gradient of 1024 x 1024", mask_a_gradient, "gradgate", "where", at_least=5, peers=MASKING),
+    Row(
+        "gates",
+        "masking rows of a gradient of 1024 x 1024",
+        mask_rows_of_a_gradient,
+        "gradgate",
+        "where",
+        peers=MASKING[:1],
+    ),
 ]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradgate as gg
-from benchmarks.harness import Row
+from benchmarks.harness import Growth, Row
 
 BATCHES = (64, 256, 1024)
 
@@ -194,14 +194,28 @@ def can_wait_for_one_by_one(kind, size):
 def faulty_row(title, goal, kind, size, bad, *options, base="clean"):
     """Make a row of a bad step, against a clean one or against a recipe."""
     candidates = partial(faulty, kind, size, bad, *options)
-    title = f"{title}, {bad} bad of {size}, {kind}" + ("" if base == "clean" else f", against {base}")
-    return Row("guard", title, candidates, "guarded", base, at_most=goal, rounds=5, seconds=1.0)
+    recipes = ("halves", "one by one") if can_wait_for_one_by_one(kind, size) else ("halves",)
+    growth = Growth(f"a guarded step, {title}, 1 bad, {kind}", "samples in the batch", size) if bad == 1 else None
+    return Row(
+        "guard",
+        f"{title}, {bad} bad of {size}, {kind}" + ("" if base == "clean" else f", against {base}"),
+        candidates,
+        "guarded",
+        base,
+        at_most=goal,
+        peers=recipes,
+        growth=growth if (kind, title) == ("MLP", "a module raises") else None,
+        quick=kind == "MLP" or size == 64,
+        rounds=5,
+        seconds=1.0,
+    )
 
 
 ROWS = [
     Row(
         "guard", f"healthy step, batch {size}, {kind}", partial(healthy, kind, size), "guarded", "plain",
         at_most=1.03 if (kind, size) == ("MLP", 64) else 1.02, rounds=41, seconds=6.0,
+        growth=Growth(f"a healthy step of the guard, {kind}", "samples in the batch", size),
     )
     for kind in MODELS
     for size in BATCHES

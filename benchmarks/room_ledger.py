@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -18,7 +15,7 @@ from typing import Any
 import torch
 
 import gradgate as gg
-from benchmarks.harness import Candidate, Row
+from benchmarks.harness import Candidate, Growth, Row
 from gradgate.ledger._rows import to_row
 from gradgate.ledger._writer import INSERT
 
@@ -56,23 +53,24 @@ def incident(number: int = 0) -> gg.Incident:
 
 
 @cache
-def million() -> gg.Ledger:
-    """A ledger with a million incidents of a hundred thousand samples, written once for all rows."""
-    ledger = gg.Ledger(folder() / "million.ledger", run="bench")
+def holding(count: int) -> gg.Ledger:
+    """A ledger with so many incidents, of a tenth as many samples, written once for all rows."""
+    ledger = gg.Ledger(folder() / f"{count}.ledger", run="bench")
+    samples = count // 10 + 3
     patterns = [to_row(incident(number)) for number in range(3_000)]
 
     def rows() -> Iterator[tuple[Any, ...]]:
-        for number in range(MILLION):
+        for number in range(count):
             row = list(patterns[number % 3_000])
             row[0], row[2], row[3] = f"{number * 2654435761 % 2**32:08x}{number:024x}", number, number // 100_000
-            row[6], row[17] = f"img_{number * 7919 % 100_003}.png", 1.7e9 + number
+            row[6], row[17] = f"img_{number * 7919 % samples}.png", 1.7e9 + number
             yield (*row, None)
 
     with ledger._file.writing() as connection:
         connection.execute("PRAGMA cache_size = -400000")
         connection.executemany(INSERT, rows())
     ledger.close()
-    return gg.Ledger(folder() / "million.ledger", read_only=True)
+    return gg.Ledger(folder() / f"{count}.ledger", read_only=True)
 
 
 def one_incident() -> dict[str, Candidate]:
@@ -106,7 +104,7 @@ def many_incidents() -> dict[str, Candidate]:
 
 def listing() -> dict[str, Candidate]:
     """The newest fifty, of all and of one cause, one stage and one run."""
-    ledger = million()
+    ledger = holding(MILLION)
     return {
         "ledger": lambda: ledger.incidents(limit=50, newest_first=True),
         "one cause": lambda: ledger.incidents(limit=50, newest_first=True, cause="exception", since=1.7e9),
@@ -118,28 +116,34 @@ def listing() -> dict[str, Candidate]:
 
 def counting() -> dict[str, Candidate]:
     """Counts by run, stage, cause and exception, and the worst samples."""
-    ledger = million()
+    ledger = holding(MILLION)
     return {"ledger": ledger.stats, "one cause": lambda: ledger.stats(cause="exception")}
 
 
 def bad_samples() -> dict[str, Candidate]:
     """The hundred thousand samples that are bad."""
-    ledger = million()
+    ledger = holding(MILLION)
     return {"ledger": ledger.bad_ids, "one cause": lambda: ledger.bad_ids(cause="exception")}
 
 
-def command() -> dict[str, Candidate]:
-    """`gradgate ledger list` as a process, from its start to its end."""
-    path = str(million().path)
-
-    def run(*command: str) -> None:
-        subprocess.run([sys.executable, *command], check=True, capture_output=True, env={**os.environ, "COLUMNS": "80"})
-
+def growing(count: int) -> dict[str, Candidate]:
+    """Each question, and one more incident, to a ledger with so many incidents."""
+    reading, writing = holding(count), gg.Ledger(holding(count).path, run="bench")
     return {
-        "gradgate ledger list": lambda: run("-m", "gradgate", "ledger", "list", path),
-        "gradgate --help": lambda: run("-m", "gradgate", "--help"),
-        "python alone": lambda: run("-c", "pass"),
+        "stats": reading.stats,
+        "bad_ids": reading.bad_ids,
+        "list of 50": lambda: reading.incidents(limit=50, newest_first=True),
+        "record one": lambda: writing.record(incident(count)),
     }
+
+
+def of_size(count: int) -> Row:
+    """A row of a ledger of some size."""
+    growth = Growth("questions to a ledger, and one more incident", "incidents in the ledger", count)
+    title, candidates = f"a ledger of {count:,} incidents", lambda: growing(count)
+    return Row(
+        "ledger", title, candidates, "stats", "list of 50", growth=growth, quick=count < MILLION, rounds=7, seconds=1.0
+    )
 
 
 def healthy_step() -> dict[str, Candidate]:
@@ -154,8 +158,10 @@ def healthy_step() -> dict[str, Candidate]:
     return {name: step(guard) for name, guard in kinds.items()}
 
 
+BY_HAND = ("JSON lines", "sqlite3 by hand")
+
 ROWS = [
-    Row("ledger", "record one incident", one_incident, "ledger", "JSON lines", microseconds=1000),
+    Row("ledger", "record one incident", one_incident, "ledger", "JSON lines", microseconds=1000, peers=BY_HAND),
     Row("ledger", "record 100 incidents of one step", many_incidents, "together", "one by one", at_least=2),
     Row("ledger", "healthy step of the guard, MLP 64", healthy_step, "ledger", "no ledger", at_most=1.02, seconds=6),
     Row("ledger", "list of 1,000,000", listing, "ledger", "ledger", microseconds=SECOND, rounds=7),
@@ -163,6 +169,5 @@ ROWS = [
     Row("ledger", "stats of 1,000,000", counting, "ledger", "ledger", microseconds=SECOND, rounds=7),
     Row("ledger", "bad_ids of 1,000,000", bad_samples, "ledger", "ledger", microseconds=SECOND, rounds=7),
     Row("ledger", "bad_ids of 1,000,000, one cause", bad_samples, "one cause", "ledger", microseconds=SECOND, rounds=7),
-    Row("ledger", "command list of 1,000,000", command, "gradgate ledger list", "python alone", microseconds=SECOND),
-    Row("ledger", "command --help", command, "gradgate --help", "python alone", microseconds=SECOND * 0.3),
+    *[of_size(count) for count in (1_000, 10_000, 100_000, MILLION)],
 ]

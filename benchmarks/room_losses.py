@@ -42,6 +42,7 @@ ROWS = [
         _cross_entropy(4096, 256, ignored=0.2),
         ours="masked_loss(cross_entropy)",
         base="cross_entropy(ignore_index)",
+        peers=("cross_entropy(ignore_index)",),
         at_most=1.1,
         rounds=100,
         seconds=6.0,
@@ -52,6 +53,7 @@ ROWS = [
         _cross_entropy(4, 21, 96, 96, ignored=0.1),
         ours="masked_loss(cross_entropy)",
         base="cross_entropy(ignore_index)",
+        peers=("cross_entropy(ignore_index)",),
     ),
     Row("losses", "inliers(mad) of 1e7", _mad, ours="inliers(mad)", base="torch.median", at_most=1.5, rounds=7),
 ]

@@ -14,7 +14,8 @@ from typing import Any
 import numpy
 import torch
 
-from benchmarks.harness import Candidate, Row
+from benchmarks import jax_peer
+from benchmarks.harness import Candidate, Growth, Row
 from gradgate import masked
 
 with warnings.catch_warnings():
@@ -60,16 +61,19 @@ def mean_or_sum(name: str, shape: Shape, dim: int | None = None) -> dict[str, Ca
         "MaskedTensor": quiet(lambda: getattr(tensor, name)() if dim is None else getattr(tensor, name)(dim)),
         "numpy.ma": lambda: getattr(array, name)(axis=dim),
         "torch.nan" + name: lambda: getattr(torch, "nan" + name)(by_nan, dim),
+        **jax_peer.compiled(name, x, keep, dim),
     }
 
 
-def two_peers(plain: Callable[..., Any], ours: Callable[..., Any], theirs: Callable[..., Any], shape: Shape):
-    """Line up the plain function, ours, and that of torch.masked."""
+def along_rows(name: str, shape: Shape) -> dict[str, Candidate]:
+    """Line up the plain function of rows, ours, that of torch.masked and that of JAX."""
+    ours, theirs, plain = ALONG_ROWS[name]
     x, keep = data(shape)
     return {
         PLAIN: lambda: plain(x),
         OURS: lambda: ours(x, keep=keep),
         TORCH_MASKED: lambda: theirs(x, mask=keep),
+        **jax_peer.compiled(name, x, keep, -1),
     }
 
 
@@ -85,6 +89,7 @@ def with_backward(shape: Shape, dim: int | None = None) -> dict[str, Candidate]:
         PLAIN: step(lambda: x.mean(dim)),
         OURS: step(lambda: masked.mean(x, dim, keep=keep)),
         TORCH_MASKED: step(lambda: torch.masked.mean(x, dim, mask=keep)),
+        **jax_peer.compiled_gradient(x, keep, dim),
     }
 
 
@@ -140,62 +145,55 @@ TIMES_FASTER = {"sum": 8.0, "mean": 8.0, "amax": 3.5, "var": 3.5}
 
 
 def _against_plain(name: str, shape: Shape, at_most: float) -> Row:
-    ours, theirs, plain = ALONG_ROWS[name]
-    size = " x ".join(str(n) for n in shape)
-    return Row(
-        "masked", f"{name} of rows, {size}", partial(two_peers, plain, ours, theirs, shape), OURS, PLAIN, at_most
-    )
+    title, peers = f"{name} of rows, {' x '.join(str(n) for n in shape)}", (TORCH_MASKED, *jax_peer.peers(name))
+    return Row("masked", title, partial(along_rows, name, shape), OURS, PLAIN, at_most, peers=peers)
 
 
 def _against_torch_masked(name: str, shape: Shape, at_least: float) -> Row:
-    ours, theirs, plain = ALONG_ROWS[name]
-    size = " x ".join(str(n) for n in shape)
+    title = f"{name} of rows against torch.masked, {' x '.join(str(n) for n in shape)}"
+    peers = (TORCH_MASKED, *jax_peer.peers(name))
+    candidates = partial(along_rows, name, shape)
+    return Row("masked", title, candidates, OURS, TORCH_MASKED, at_least=at_least, peers=peers)
+
+
+def _of_elements(name: str, n: int, *, base: str = PLAIN, **goal: Any) -> Row:
+    """Make a row of all elements: against the plain function, or against torch.masked."""
+    against = "" if base == PLAIN else f" against {base}"
+    peers = (TORCH_MASKED, "MaskedTensor", "numpy.ma", f"torch.nan{name}", *jax_peer.peers(name))
+    growth = Growth(f"masked.{name} of all elements", "elements", n) if base == PLAIN else None
+    candidates = partial(mean_or_sum, name, (n,))
     return Row(
-        "masked",
-        f"{name} of rows against torch.masked, {size}",
-        partial(two_peers, plain, ours, theirs, shape),
-        OURS,
-        TORCH_MASKED,
-        at_least=at_least,
+        "masked", f"{name} of {n:.0e} elements{against}", candidates, OURS, base, peers=peers, growth=growth, **goal
+    )
+
+
+def _mean_along(what: str, dim: int) -> Row:
+    peers = (TORCH_MASKED, "MaskedTensor", "numpy.ma", "torch.nanmean", *jax_peer.peers("mean"))
+    candidates = partial(mean_or_sum, "mean", (1000, 1000), dim)
+    return Row("masked", f"mean of {what}, 1000 x 1000", candidates, OURS, PLAIN, 8.0, peers=peers)
+
+
+def _with_backward(size: str, shape: Shape, at_most: float | None, dim: int | None = None) -> Row:
+    growth = Growth("masked.mean, forward and backward", "elements", shape[0]) if dim is None else None
+    title, candidates = f"mean, forward and backward, {size}", partial(with_backward, shape, dim)
+    return Row(
+        "masked", title, candidates, OURS, PLAIN, at_most, peers=(TORCH_MASKED, *jax_peer.peers("mean")), growth=growth
     )
 
 
 ROWS = [
-    *[
-        Row("masked", f"{name} of {n:.0e} elements", partial(mean_or_sum, name, (n,)), OURS, PLAIN, 8.0)
-        for n in (10**5, 10**6)
-        for name in ("mean", "sum")
-    ],
-    *[
-        Row("masked", f"{name} of 3e+07 elements", partial(mean_or_sum, name, (3 * 10**7,)), OURS, PLAIN, 5.0, rounds=7)
-        for name in ("mean", "sum")
-    ],
-    Row("masked", "mean of rows, 1000 x 1000", partial(mean_or_sum, "mean", (1000, 1000), -1), OURS, PLAIN, 8.0),
-    Row("masked", "mean of columns, 1000 x 1000", partial(mean_or_sum, "mean", (1000, 1000), 0), OURS, PLAIN, 8.0),
-    Row("masked", "mean, forward and backward, 1e+06", partial(with_backward, (10**6,)), OURS, PLAIN, 2.2),
-    Row("masked", "mean, forward and backward, 1e+07", partial(with_backward, (10**7,)), OURS, PLAIN, 1.2),
-    Row(
-        "masked",
-        "mean, forward and backward, 1000 x 1000 rows",
-        partial(with_backward, (1000, 1000), -1),
-        OURS,
-        PLAIN,
-        2.2,
-    ),
+    *[_of_elements(name, n, at_most=8.0) for n in (10**5, 10**6) for name in ("mean", "sum")],
+    *[_of_elements(name, 3 * 10**7, at_most=5.0, rounds=7) for name in ("mean", "sum")],
+    *[_of_elements("mean", n) for n in (10**3, 10**4, 10**7)],
+    _mean_along("rows", -1),
+    _mean_along("columns", 0),
+    _with_backward("1e+06", (10**6,), 2.2),
+    _with_backward("1e+07", (10**7,), 1.2),
+    _with_backward("1000 x 1000 rows", (1000, 1000), 2.2, dim=-1),
+    *[_with_backward(f"{n:.0e}", (n,), None) for n in (10**3, 10**4, 10**5)],
     *[_against_plain(name, (1000, 1000), goal) for name, goal in ROW_GOALS.items()],
     *[_against_plain(name, (10000, 1000), ROW_GOALS[name]) for name in ("amax", "var", "softmax", "logsumexp")],
-    *[
-        Row(
-            "masked",
-            f"{name} of {n:.0e} elements against torch.masked",
-            partial(two_peers, getattr(torch, name), getattr(masked, name), getattr(torch.masked, name), (n,)),
-            OURS,
-            TORCH_MASKED,
-            at_least=8.0,
-        )
-        for n in (10**6, 10**7)
-        for name in ("mean", "sum")
-    ],
+    *[_of_elements(name, n, base=TORCH_MASKED, at_least=8.0) for n in (10**6, 10**7) for name in ("mean", "sum")],
     *[_against_torch_masked(name, (1000, 1000), TIMES_FASTER.get(name, 1.0)) for name in ALONG_ROWS],
     *[_against_torch_masked(name, (10, 100), 1.0) for name in ALONG_ROWS],
 ]

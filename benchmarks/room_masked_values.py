@@ -60,9 +60,10 @@ def floats(dtype=torch.float32):
     return x
 
 
-def mode_row(title, candidates, at_most):
+def mode_row(title, candidates, at_most, *, scipy_too=False):
     """Make a row for masked.mode."""
-    return Row("masked", title, candidates, "masked.mode", "torch.mode, excludes nothing", at_most=at_most)
+    peers = ("scipy, nan omitted",) if scipy_too else ()
+    return Row("masked", title, candidates, "masked.mode", "torch.mode, excludes nothing", at_most, peers=peers)
 
 
 # --- whole rows -----------------------------------------------------------------------------------------------------
@@ -99,7 +100,15 @@ def model_step(width, hidden, batch, fraction):
 def rows_row(size, fraction, at_most):
     """Make a row for apply_rows."""
     title = f"apply_rows, step of an MLP {size[0]}-{size[1]}, {size[2]} rows, {fraction:.0%} kept"
-    return Row("masked", title, model_step(*size, fraction), "apply_rows", "all rows, then where", at_most=at_most)
+    return Row(
+        "masked",
+        title,
+        model_step(*size, fraction),
+        "apply_rows",
+        "all rows, then where",
+        at_most,
+        peers=("all rows, then where",),
+    )
 
 
 # --- elements ---------------------------------------------------------------------------------------------------------
@@ -152,11 +161,12 @@ ROWS = [
     mode_row("mode, votes (4, 5, 128, 128) dim 1 uint8", votes((4, 5, 128, 128), 1), 0.65),
     mode_row("mode, votes (100000, 5) dim 1 int64", votes((100_000, 5), 1, torch.int64), 0.65),
     mode_row("mode, votes (8, 256, 256) dim 0 float32", votes((8, 256, 256), 0, torch.float32), None),
-    mode_row("mode, label rows 2000 x 100 int64", rows(labels, -100), 0.35),
+    mode_row("mode, label rows 2000 x 100 int64", rows(labels, -100), 0.35, scipy_too=True),
     mode_row(
         "mode, labels 1e5 uint8",
         rows(lambda: torch.randint(0, 256, (100_000,), dtype=torch.uint8), 255),
         0.35,
+        scipy_too=True,
     ),
     mode_row(
         "mode, wide rows 2000 x 100 int64", rows(lambda: torch.randint(0, 10**9, (2000, 100)), 5, scipy_too=False), 1.3
@@ -172,7 +182,12 @@ ROWS = [
         rows(lambda: floats(torch.float64), torch.nan, scipy_too=False),
         1.3,
     ),
-    mode_row("mode, wide 1e6 int64, 50 values", rows(lambda: torch.randint(0, 50, (1_000_000,)) * 2 * 10**7, 0), 1.3),
+    mode_row(
+        "mode, wide 1e6 int64, 50 values",
+        rows(lambda: torch.randint(0, 50, (1_000_000,)) * 2 * 10**7, 0),
+        1.3,
+        scipy_too=True,
+    ),
     mode_row("mode, wide 1e6 int64", rows(lambda: torch.randint(0, 10**9, (1_000_000,)), 0, scipy_too=False), 1.3),
     *[rows_row(MLP["large"], fraction, fraction + 0.08) for fraction in (0.05, 0.25, 0.5, 0.75)],
     *[rows_row(MLP["large"], fraction, 1.1) for fraction in (0.95, 1.0)],
@@ -185,6 +200,7 @@ ROWS = [
             elements(fraction, expensive),
             "apply_where",
             "where of where, everything",
+            peers=("where of where, everything",),
         )
         for fraction, expensive in ((0.05, False), (0.7, False), (0.05, True), (0.7, True))
     ],

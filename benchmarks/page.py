@@ -1,0 +1,142 @@
+"""The page of results, made from the record of a run and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.charts import charts_of, file_name
+from benchmarks.harness import BEHIND, Result, duration
+from benchmarks.record import Record
+
+ABOUT = """\
+A figure is the median over rounds of ours / base (or of base / ours where it says *faster*), all candidates
+interleaved in each round; *iqr*, the interquartile range of those ratios, is the noise. The field gives the ratio of
+every candidate to the base and its time per call. A *peer* does the same job; the others are the plain operation that
+leaves nothing out, a limit that nothing can beat, or ours in another way. Everything runs on one thread."""
+
+FASTER = 1.05  # below this, a peer that is faster is noise
+
+
+def page(record: Record, charts: str) -> str:
+    """Write the page.
+
+    Args:
+        record: What was measured.
+        charts: Where the charts lie, seen from the page.
+
+    Returns:
+        The page, as Markdown.
+    """
+    results = list(record.results.values())
+    sections = [
+        _head(record),
+        _behind(results),
+        _faster(results),
+        _charts(results, charts),
+        _failed(results),
+        *(_room(room, results) for room in dict.fromkeys(result.row.room for result in results)),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def figure(result: Result) -> str:
+    """Give the figure that the goal speaks of, with its noise.
+
+    Args:
+        result: What a row gave.
+
+    Returns:
+        One cell of a table.
+    """
+    row = result.row
+    if row.counts:
+        return f"{result.figure:.3g}"
+    if row.microseconds is not None:
+        return f"{duration(result.figure * 1e-6)} (iqr {result.noise:.0%})"
+    noise = result.spread[row.ours]
+    if row.at_least is not None:
+        return f"{result.figure:.3g} x faster (iqr {noise * result.figure**2:.2g})"
+    return f"{result.figure:.3g} (iqr {noise:.2g})"
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    """Give a result as the cells of a line.
+
+    Args:
+        result: What a row gave.
+
+    Returns:
+        The title, the goal, the figure, the verdict and the field.
+    """
+    verdict = {True: "met", False: "MISSED", None: ""}[result.met]
+    return result.row.title, result.goal, figure(result), verdict, _field(result)
+
+
+def _field(result: Result) -> str:
+    def entry(name: str) -> str:
+        cost = f"{result.time[name]:,.0f}" if result.row.counts else duration(result.time[name])
+        return f"{name} {result.ratio[name]:.3g} ({cost}{', peer' if name in result.row.peers else ''})"
+
+    return ", ".join(entry(name) for name in result.ratio)
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    written = ["| " + " | ".join(line) + " |" for line in (heads, *lines)]
+    return "\n".join([written[0], "|" + "---|" * len(heads), *written[1:]])
+
+
+def _head(record: Record) -> str:
+    results = record.results.values()
+    met, goals = sum(result.met is True for result in results), sum(result.met is not None for result in results)
+    command = "make bench-quick" if record.quick else "make bench"
+    machine = ", ".join(f"{name} {value}" for name, value in record.machine.items())
+    when = f"{min(record.measured.values())} to {max(record.measured.values())} UTC" if record.measured else "never"
+    missing = record.rows - len(record.results)
+    lacking = f" {missing} of {record.rows} rows are not in it." if missing else ""
+    run = f"`{command}`, {when}. **{met} of {goals} goals are met.**{lacking}"
+    return "\n\n".join(["# What was measured", run, f"{machine}.", ABOUT])
+
+
+def _behind(results: Sequence[Result]) -> str:
+    behind = sorted((result for result in results if result.behind > BEHIND), key=lambda result: -result.behind)
+    title = "## Behind its goal by more than 25 %\n\n"
+    if not behind:
+        return title + "Nothing."
+    heads = ("room", "what", "goal", "measured", "behind")
+    lines = [(r.row.room, r.row.title, r.goal, figure(r), f"{r.behind - 1:.0%}") for r in behind]
+    return title + _table(heads, lines)
+
+
+def _faster(results: Sequence[Result]) -> str:
+    title = "## Where a peer is faster\n\n"
+    found = [(times, result, peer) for result in results for peer, times in result.faster_peers.items()]
+    found = sorted((entry for entry in found if entry[0] >= FASTER), key=lambda entry: -entry[0])
+    if not found:
+        return title + "Nowhere."
+    lines = [
+        (
+            result.row.room,
+            result.row.title,
+            peer,
+            f"{times:.2f} x",
+            f"{duration(result.time[peer])} against {duration(result.time[result.row.ours])}",
+        )
+        for times, result, peer in found
+    ]
+    return title + _table(("room", "what", "peer", "faster", "time per call"), lines)
+
+
+def _charts(results: Sequence[Result], where: str) -> str:
+    pictures = [f"![{title}]({where}{file_name(title)})" for title in charts_of(results)]
+    return "## How cost grows\n\n" + "\n\n".join(pictures) if pictures else ""
+
+
+def _failed(results: Sequence[Result]) -> str:
+    failed = [f"- {result.row.name}: {result.error}" for result in results if result.error]
+    return "## Did not run\n\n" + "\n".join(failed) if failed else ""
+
+
+def _room(room: str, results: Sequence[Result]) -> str:
+    lines = [cells(result) for result in results if result.row.room == room and not result.error]
+    heads = ("what", "goal", "measured", "", "the field: ratio (time)")
+    return f"## {room}\n\n" + _table(heads, lines) if lines else ""
