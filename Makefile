@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # torch comes first and exactly: any looser wording pulls a build with gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: help demo test check bench bench-quick docs clean
+.PHONY: help demo test check bench bench-quick docs page browser clean
 
 help:                     ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -53,5 +53,11 @@ bench-quick: $(VENV)/.dev ## the same with few rounds: a first look, with more n
 docs: $(VENV)/.docs       ## the documentation, strictly
 	$(BIN)/zensical build --strict
 
+page:                     ## the page of `gradgate report`, from web/ into the package (needs node and npm)
+	cd web && npm ci --no-audit --no-fund && npm run check && npm run build
+
+browser:                  ## chromium for the tests of the page, where it can be installed
+	.ci/browser
+
 clean:                    ## remove what was built, and the environment
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) site web/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

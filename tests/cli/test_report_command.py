@@ -181,3 +181,21 @@ def test_no_colour_on_a_terminal_that_wants_none(path, arguments):
     command = [*GRADGATE, *arguments, str(path)]
     assert b"\x1b[" in on_a_terminal(command, **plain)
     assert not re.search(rb"\x1b\[[0-9;]*(3[0-7]|38)[;m]", on_a_terminal(command, **plain, NO_COLOR="1"))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_as_the_page_says(shell):
+    told = (ROOT / "docs" / "rooms" / "command_line.md").read_text()
+    assert f"_GRADGATE_COMPLETE={shell}_source gradgate" in told
+    environment = {**os.environ, "_GRADGATE_COMPLETE": f"{shell}_source"}
+    program = f"{os.path.dirname(sys.executable)}/gradgate"
+    done = subprocess.run([program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "_gradgate_completion" in done.stdout
+
+
+def test_completion_knows_the_commands():
+    words = {"_GRADGATE_COMPLETE": "bash_complete", "COMP_WORDS": "gradgate re", "COMP_CWORD": "1"}
+    program = f"{os.path.dirname(sys.executable)}/gradgate"
+    done = subprocess.run([program], capture_output=True, text=True, env={**os.environ, **words}, check=False)
+    assert done.stdout.split() == ["plain,replay", "plain,report"]

@@ -84,7 +84,8 @@ def test_a_large_picture_becomes_small_and_keeps_its_nan():
 def test_the_ends_of_the_range(dtype, name):
     part = parts(torch.full((1, 1, 8, 8), 3).to(dtype))[""]
     assert part["dtype"] == name
-    assert (part["low"], part["high"]) == ((0, 255) if dtype is torch.uint8 else (3, 3))
+    assert (part["low"], part["high"]) == (3, 3)
+    assert (part["black"], part["white"]) == ((0, 255) if dtype is torch.uint8 else (3, 3))
 
 
 @pytest.mark.parametrize(

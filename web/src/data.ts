@@ -84,6 +84,8 @@ export interface Part {
   low?: Norm;
   high?: Norm;
   mean?: Norm;
+  black?: Norm;
+  white?: Norm;
   bad?: number;
   part?: boolean;
   height?: number;

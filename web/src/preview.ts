@@ -20,7 +20,8 @@ function range(one: Part): string {
   const bad = one.bad ? `, ${count(one.bad)} NaN or Inf` : "";
   const spread = one.part ? " (of evenly spread values)" : "";
   const mean = one.mean === undefined || one.mean === null ? "" : `, mean ${short(one.mean)}`;
-  return one.low === null || one.low === undefined ? `no finite value${bad}` : `${short(one.low)} to ${short(one.high)}${mean}${bad}${spread}`;
+  const ends = one.black === undefined || (one.black === one.low && one.white === one.high) ? "" : ` (black is ${short(one.black)}, white ${short(one.white)})`;
+  return one.low === null || one.low === undefined ? `no finite value${bad}` : `${short(one.low)} to ${short(one.high)}${ends}${mean}${bad}${spread}`;
 }
 
 function numbers(one: Part): HTMLElement {

@@ -1,6 +1,6 @@
 // The run in a few numbers, and the runs themselves.
 
-import type { LedgerData, PageData, Run } from "./data";
+import type { Diagnosis, LedgerData, PageData, Run } from "./data";
 import { h, section } from "./dom";
 import { tally } from "./findings";
 import { count, duration, moment, plural, visible } from "./format";
@@ -9,13 +9,19 @@ export function summarySection(data: PageData): HTMLElement {
   const { ledger, diagnosis } = data;
   const tiles = [
     ...(ledger ? ledgerTiles(ledger) : []),
-    ...(diagnosis ? [tile("Diagnosis", diagnosis.healthy ? "healthy" : tally(diagnosis).split(", ")[0] || "raised", diagnosis.healthy ? "good" : "bad", tally(diagnosis))] : []),
+    ...(diagnosis ? [diagnosisTile(diagnosis)] : []),
   ];
   return section("summary", "Summary", sentence(data), h("dl", { class: "tiles" }, ...tiles), ledger && ledger.runs.length ? runsTable(ledger.runs) : null);
 }
 
 function tile(name: string, value: string, mood = "", note = ""): HTMLElement {
   return h("div", { class: `tile ${mood}` }, h("dt", {}, name), h("dd", {}, value), note ? h("dd", { class: "tile-note" }, note) : null);
+}
+
+function diagnosisTile(diagnosis: Diagnosis): HTMLElement {
+  const [worst, ...rest] = tally(diagnosis).split(", ");
+  const value = diagnosis.healthy ? "healthy" : worst || "raised";
+  return tile("Diagnosis", value, diagnosis.healthy ? "good" : "bad", diagnosis.healthy ? "" : rest.join(", "));
 }
 
 function ledgerTiles(ledger: LedgerData): HTMLElement[] {
@@ -40,7 +46,9 @@ function sentence(data: PageData): string {
   const first = times[0];
   const last = times[times.length - 1];
   if (first === undefined || last === undefined) return "no incident";
-  return first === last ? moment(first) : `${moment(first, false)} to ${moment(last, false)} · ${duration(last - first)}`;
+  if (last - first < 60_000) return first === last ? moment(first) : `${moment(first)} · within ${duration(last - first)}`;
+  const [day, end] = [moment(first, false).slice(0, 10), moment(last, false)];
+  return `${moment(first, false)} to ${end.startsWith(day) ? end.slice(11) : end} · ${duration(last - first)}`;
 }
 
 const SHOWN = 12;

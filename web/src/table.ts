@@ -164,7 +164,10 @@ export class IncidentTable {
 
   private click(event: MouseEvent): void {
     const row = event.target instanceof Element ? event.target.closest<HTMLElement>("[data-at]") : null;
-    if (row) this.open(Number(row.dataset.at));
+    if (!row) return;
+    this.open(Number(row.dataset.at));
+    // On narrow screens the details are below the table.
+    if (this.aside.getBoundingClientRect().top > innerHeight * 0.8) this.aside.scrollIntoView({ behavior: "smooth", block: "start" });
   }
 
   private open(at: number): void {

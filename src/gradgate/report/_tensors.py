@@ -200,25 +200,28 @@ def _picture(
                     for y in range(row, min(row + block, height), skip)
                     for x in range(column, min(column + block, width), skip)
                 ]
-                finite = [value for value in seen if math.isfinite(value)]
-                bad += len(seen) - len(finite)
-                cells.append(math.fsum(finite) / len(finite) if len(finite) == len(seen) else None)
-    low, high = _range([cell for cell in cells if cell is not None], dtype)
-    scale = 254 / (high - low) if high > low else 0.0
-    pixels = bytes(255 if cell is None else min(254, max(0, round((cell - low) * scale))) for cell in cells)
+                wrong = sum(not math.isfinite(value) for value in seen)
+                bad += wrong
+                cells.append(None if wrong else math.fsum(seen) / len(seen))
+    finite = [cell for cell in cells if cell is not None]
+    black, white = _ends(finite, dtype)
+    scale = 254 / (white - black) if white > black else 0.0
+    pixels = bytes(255 if cell is None else min(254, max(0, round((cell - black) * scale))) for cell in cells)
     return {
         "height": len(rows),
         "width": len(columns),
         "channels": shown,
         "pixels": base64.b64encode(pixels).decode(),
-        "low": number(low),
-        "high": number(high),
+        "low": number(min(finite, default=None)),
+        "high": number(max(finite, default=None)),
+        "black": number(black),
+        "white": number(white),
         "bad": bad,
         "part": skip > 1,
     }
 
 
-def _range(cells: Sequence[float], dtype: str) -> tuple[float, float]:
+def _ends(cells: Sequence[float], dtype: str) -> tuple[float, float]:
     """Give what is black and what is white: the usual ends where the values lie between them, else their own."""
     low, high = min(cells, default=0.0), max(cells, default=1.0)
     if dtype == "U8":

@@ -17,7 +17,9 @@ export interface Placed {
 }
 
 const CHARACTER = 7.2;
-export const BOX_HEIGHT = 48;
+const BOX_HEIGHT = 44;
+/** Room above the boxes of a frame, for its name. */
+const FRAME_HEAD = 10;
 
 /** How wide a box is for its words. */
 function widthOf(box: Box): number {
@@ -49,15 +51,15 @@ function arrange(grouping: Grouping, direction: "TB" | "LR"): Placed {
   const shown = new Set(boxes.map((box) => box.id));
   const framed = framesOf(grouping, boxes);
   const graph = new dagre.graphlib.Graph({ compound: framed.size > 0, multigraph: false, directed: true });
-  graph.setGraph({ rankdir: direction, nodesep: 26, ranksep: 34, marginx: 16, marginy: 16, edgesep: 14 });
+  graph.setGraph({ rankdir: direction, nodesep: 26, ranksep: 28, marginx: 16, marginy: 16, edgesep: 14 });
   graph.setDefaultEdgeLabel(() => ({}));
-  for (const id of framed) graph.setNode(`frame ${id}`, { paddingTop: 24 });
+  for (const id of framed) graph.setNode(`frame ${id}`, {});
   for (const id of framed) {
     const outer = frameAbove(grouping, id, framed);
     if (outer !== null) graph.setParent(`frame ${id}`, `frame ${outer}`);
   }
   for (const box of boxes) {
-    graph.setNode(String(box.id), { width: widthOf(box), height: box.id < 0 ? 32 : BOX_HEIGHT });
+    graph.setNode(String(box.id), { width: widthOf(box), height: box.id < 0 ? 28 : BOX_HEIGHT });
     const outer = box.id < 0 ? null : frameAbove(grouping, box.id, framed);
     if (outer !== null) graph.setParent(String(box.id), `frame ${outer}`);
   }
@@ -82,7 +84,7 @@ function collect(graph: any, boxes: Box[], lines: Line[], grouping: Grouping, fr
     }),
     frames: [...framed].map((id) => {
       const { x, y, width, height } = at(`frame ${id}`);
-      return { id, title: grouping.graph.modules[id]!.name, x, y, width, height };
+      return { id, title: grouping.graph.modules[id]!.name, x, y: y - FRAME_HEAD / 2, width, height: height + FRAME_HEAD };
     }),
     lines: lines
       .filter((line) => graph.hasEdge(String(line.from), String(line.to)))
