@@ -84,9 +84,9 @@ def test_an_index_that_does_not_fit_names_dimension_size_and_index(call, words):
         (lambda: gg.at(X)[0].set(1j), ["the value is the complex 1j"]),
         (lambda: gg.at(X.long())[0].set(torch.ones(4)), ["the value is a float32 tensor", "v.to(x.dtype)"]),
         (lambda: gg.at(X)[0].apply(2.0), ["`fn` is the float 2.0", ".set(v)"]),
-        (lambda: gg.at(X.bool())[0].subtract(True), ["x is a bool tensor", "booleans"]),
-        (lambda: gg.at(X.long())[0].divide(2), ["x is an int64 tensor", "x.float()"]),
-        (lambda: gg.at(X.cfloat())[0].max(2), ["x is a complex64 tensor", "no order"]),
+        (lambda: gg.at(X.bool())[0].subtract(True), ["`x` is a bool tensor", "booleans"]),
+        (lambda: gg.at(X.long())[0].divide(2), ["`x` is an int64 tensor", "x.float()"]),
+        (lambda: gg.at(X.cfloat())[0].max(2), ["`x` is a complex64 tensor", "no order"]),
     ],
 )
 def test_a_wrong_kind_of_argument(call, words):

@@ -279,3 +279,17 @@ def test_wrong_arguments():
     with pytest.raises(gg.errors.ArgumentValueError, match="triplet_margin_loss takes whole samples"):
         compiled(F.triplet_margin_loss, x, x, x, keep=torch.tensor([True, False]))
     torch._dynamo.reset()
+
+
+def test_wrong_functions_masks_and_weights():
+    x, y = torch.zeros(2, 3), torch.ones(2, 3)
+    for wrong, kw in (
+        (r"(?s)`loss_fn` is the str 'mse'.*exclude=-100", {"loss_fn": "mse"}),
+        (r"(?s)`keep` is the list.*keep=torch.as_tensor", {"keep": [True, False]}),
+        ("`weights` is the list", {"weights": [1.0, 0.0]}),
+        (r"(?s)`weights` is a complex64 tensor.*weights.abs", {"weights": torch.ones(2, dtype=torch.complex64)}),
+    ):
+        with pytest.raises(gg.errors.ArgumentTypeError, match=wrong):
+            masked_loss(**{"loss_fn": F.mse_loss, "input": x, "target": y} | kw)
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"`weights` has shape \(4,\)"):
+        masked_loss(F.mse_loss, x, y, weights=torch.ones(4))

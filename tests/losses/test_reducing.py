@@ -120,6 +120,11 @@ def test_wrong_masks_and_weights():
         losses.reduce(x, weights=torch.ones(2, dtype=torch.complex64))
     with pytest.raises(gg.errors.ArgumentTypeError, match="`per_element` is the list"):
         losses.reduce([1.0, 2.0])
+    for call in (losses.reduce, losses.huber, losses.barron, lambda x, **kw: losses.huber(x, reduction="none", **kw)):
+        with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)`keep` is the list.*keep=torch.as_tensor"):
+            call(x, keep=[True, False])
+        with pytest.raises(gg.errors.ArgumentTypeError, match="`weights` is the list"):
+            call(x, weights=[1.0, 0.0])
 
 
 def test_limit_reduce_cannot_undo_a_nan_made_before_it():

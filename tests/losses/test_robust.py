@@ -190,3 +190,11 @@ def test_wrong_arguments():
         losses.cauchy(r, reduction="avg")
     with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`alpha` is inf.*alpha=2.0"):
         losses.barron(r, alpha=INF)
+
+
+def test_a_scale_is_a_positive_number_and_a_loss_can_be_called():
+    for scale in ("wide", None, 0, -1.0, float("nan")):
+        with pytest.raises(gg.errors.ArgumentValueError, match=r"losses.cauchy\(\): `scale` is"):
+            losses.cauchy(torch.ones(2), scale=scale)
+    with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)`loss` is the str 'cauchy'.*losses.cauchy, residual"):
+        losses.robust_weights("cauchy", torch.ones(2))

@@ -150,7 +150,7 @@ def test_one_compiled_graph_serves_every_number_of_rows():
 
 def test_errors_of_apply_rows():
     x, keep = torch.ones(3, 2), torch.tensor([True, False, True])
-    with pytest.raises(ArgumentValueError, match=r"there is no tensor in xs"):
+    with pytest.raises(ArgumentValueError, match=r"there is no tensor in `xs`"):
         gg.apply_rows(keep, torch.exp)
     with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `xs` is the str 'a'"):
         gg.apply_rows(keep, torch.exp, ["a", "b", "c"])

@@ -253,7 +253,7 @@ def test_bool_values_and_their_empty_value():
 
 
 def test_complex_values_are_refused():
-    with pytest.raises(ArgumentTypeError, match=r"masked.mode\(\): x is a complex64 tensor(.|\n)*no order"):
+    with pytest.raises(ArgumentTypeError, match=r"masked.mode\(\): `x` is a complex64 tensor(.|\n)*no order"):
         masked.mode(torch.zeros(3, dtype=torch.complex64))
 
 

@@ -305,7 +305,7 @@ def test_a_sample_that_was_not_stored_whole_is_said(ledger):
 
 
 def test_a_loss_function_that_returns_no_tensor_is_refused(ledger):
-    with pytest.raises(ArgumentTypeError, match=r"loss_fn returned the float 1.0(.|\n)*return loss"):
+    with pytest.raises(ArgumentTypeError, match=r"`loss_fn` returned the float 1.0(.|\n)*return loss"):
         gg.replay(ledger, recorded(ledger, torch.ones(1)), lambda batch: 1.0)
 
 

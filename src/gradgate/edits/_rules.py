@@ -144,4 +144,4 @@ def in_place(sign: str, name: str) -> ArgumentTypeError:
 
 
 def _undefined(function: str, x: torch.Tensor, why: str, fix: str) -> ArgumentTypeError:
-    return ArgumentTypeError(f"{function}: x is {describe(x)}.", why=why, fix=fix)
+    return ArgumentTypeError(f"{function}: `x` is {describe(x)}.", why=why, fix=fix)

@@ -10,9 +10,11 @@ import torch
 
 from gradgate import masked
 from gradgate._checks import check_keep, check_tensor
+from gradgate._names import describe
 from gradgate._torch_compat import has_data
+from gradgate.errors import ArgumentTypeError
 from gradgate.losses._picking import Picking, picking_for
-from gradgate.losses._reducing import divided, over_elements
+from gradgate.losses._reducing import check_weights, divided, over_elements
 
 __all__ = ["masked_loss"]
 
@@ -55,8 +57,8 @@ def masked_loss(
         The loss.
 
     Raises:
-        ArgumentTypeError: A mask is not boolean, or input or target is no tensor.
-        ArgumentValueError: The mask fits neither the samples nor the elements of this loss.
+        ArgumentTypeError: `loss_fn` cannot be called, a mask is not boolean, or another argument is no tensor.
+        ArgumentValueError: The mask or the weights fit neither the samples nor the elements of this loss.
 
     Gradient:
         That of the loss on what is kept; exactly 0 to everything left out, and to everything when nothing is kept.
@@ -70,6 +72,12 @@ def masked_loss(
         tensor([[-0.1192,  0.1192],
                 [ 0.0000,  0.0000]])
     """
+    if not callable(loss_fn):
+        raise ArgumentTypeError(
+            f"losses.masked_loss(): `loss_fn` is {describe(loss_fn)}.",
+            why="it is called with what is kept of input and target.",
+            fix="losses.masked_loss(torch.nn.functional.cross_entropy, logits, labels, exclude=-100)",
+        )
     check_tensor(input, name="input", function="losses.masked_loss")
     check_tensor(target, name="target", function="losses.masked_loss")
     picking = picking_for(loss_fn, input, target, keep, exclude, kw)
@@ -115,22 +123,26 @@ def _mask(
     unreduced = torch.empty(picking.shape, device="meta")
     mask = None
     if keep is not None:
-        check_tensor(keep, name="keep", function="losses.masked_loss")
-        blank = torch.empty((), device=keep.device).expand(picking.shape)
-        mask = check_keep(over_elements(keep, unreduced), blank, function="losses.masked_loss")
+        mask = check_keep(over_elements(keep, unreduced), _blank(keep, picking.shape), function="losses.masked_loss")
     if exclude is not None or picking.ignored is not None:
         values = [value for value in (exclude, picking.ignored) if value is not None]
         for value in values:
             found = picking.over_loss(masked.valid(target.detach(), exclude=value))
             mask = found if mask is None else mask & found
     if weights is not None:
-        heavy = over_elements(weights.detach(), unreduced) != 0
+        heavy = check_weights(weights, _blank(weights, picking.shape), function="losses.masked_loss").detach() != 0
         mask = heavy if mask is None else mask & heavy
     return None if mask is None else mask.expand(picking.shape)
 
 
+def _blank(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Give something of the shape of the unreduced loss, where the mask or the weights are."""
+    return torch.empty((), device=getattr(like, "device", None)).expand(shape)
+
+
 def _spread(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return over_elements(weights, mask).expand(mask.shape)
+    spread: torch.Tensor = over_elements(weights, mask).expand(mask.shape)
+    return spread
 
 
 def _unreduced(loss_fn: Loss, kw: dict[str, Any]) -> Loss:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -11,7 +11,7 @@ from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["Reduction", "check_reduction", "divided", "over_elements", "reduce", "reduced"]
+__all__ = ["Reduction", "check_reduction", "check_weights", "divided", "over_elements", "reduce", "reduced"]
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
@@ -113,17 +113,17 @@ def divided(total: torch.Tensor, amount: torch.Tensor, empty: float) -> torch.Te
     return torch.where(some, total / torch.where(some, amount, 1), empty)
 
 
-def over_elements(each: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+def over_elements(each: Any, elements: torch.Tensor) -> Any:
     """Line one value per sample up with losses that have more dimensions; leave everything else as it is.
 
     Args:
-        each: A mask or weights.
+        each: A mask or weights, not checked yet.
         elements: The losses.
 
     Returns:
         The same, of shape (n, 1, ...) if it was (n,).
     """
-    if each.dim() == 1 and elements.dim() > 1 and len(each) == len(elements):
+    if isinstance(each, torch.Tensor) and each.dim() == 1 and elements.dim() > 1 and len(each) == len(elements):
         return each.reshape(-1, *[1] * (elements.dim() - 1))
     return each
 
@@ -135,8 +135,8 @@ def _sum_and_amount(
         return per_element.sum(), torch.full(
             (), per_element.numel(), dtype=per_element.dtype, device=per_element.device
         )
-    if weights is None:
-        mask = check_keep(over_elements(_tensor(keep), per_element), per_element, function=function)
+    if keep is not None and weights is None:
+        mask = check_keep(over_elements(keep, per_element), per_element, function=function)
         amount = mask.expand(per_element.shape).sum().to(per_element.dtype)
         return masked.sum(per_element, keep=mask), amount
     weighed, weights_kept = _weighed(per_element, keep, weights, function=function)
@@ -151,23 +151,33 @@ def _weighed(
     if weights is None:
         ones = torch.ones((), dtype=per_element.dtype, device=per_element.device)
         return per_element if mask is None else torch.where(mask, per_element, 0), ones
-    each = _check_weights(over_elements(_tensor(weights), per_element), per_element, function)
+    each = check_weights(weights, per_element, function=function).to(per_element.dtype)
     mask = each != 0 if mask is None else mask & (each != 0)
     # The loss is cut out before it is multiplied: 0 x NaN must not happen, neither here nor in backward.
     each = torch.where(mask, each, 0)
     return torch.where(mask, per_element, 0) * each, each
 
 
-def _tensor(value: torch.Tensor | None) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+def check_weights(weights: torch.Tensor, per_element: torch.Tensor, *, function: str) -> torch.Tensor:
+    """Make sure that weights fit the samples or the elements.
 
+    Args:
+        weights: The argument.
+        per_element: The losses, or something of their shape.
+        function: The public function that was called.
 
-def _check_weights(weights: torch.Tensor, per_element: torch.Tensor, function: str) -> torch.Tensor:
+    Returns:
+        The weights, lined up with the losses.
+
+    Raises:
+        ArgumentTypeError: They are no tensor, or complex.
+        ArgumentValueError: They fit neither, or are on another device.
+    """
+    check_tensor(weights, name="weights", function=function)
     if weights.is_complex():
         raise ArgumentTypeError(
             f"{function}(): `weights` is {describe(weights)}.",
             why="a weight says how much a loss counts.",
             fix="weights=weights.abs()",
         )
-    check_fits(weights, per_element, name="weights", function=function)
-    return weights.to(per_element.dtype)
+    return check_fits(over_elements(weights, per_element), per_element, name="weights", function=function)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
+from typing import Any
 
 import torch
 
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
-from gradgate.errors import ArgumentValueError
-from gradgate.losses._reducing import Reduction, check_reduction, over_elements, reduced
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.losses._reducing import Reduction, check_reduction, check_weights, over_elements, reduced
 
 __all__ = ["barron", "cauchy", "charbonnier", "geman_mcclure", "huber", "robust_weights", "tukey", "welsch"]
 
@@ -81,6 +83,9 @@ def cauchy(
     Returns:
         The loss.
 
+    Raises:
+        ArgumentValueError: As in `huber`.
+
     Gradient:
         r / (1 + (r / scale)^2); else as in `huber`.
 
@@ -118,6 +123,9 @@ def welsch(
 
     Returns:
         The loss.
+
+    Raises:
+        ArgumentValueError: As in `huber`.
 
     Gradient:
         r x exp(-(r / scale)^2), 0 for an infinite residual; else as in `huber`.
@@ -157,6 +165,9 @@ def geman_mcclure(
     Returns:
         The loss.
 
+    Raises:
+        ArgumentValueError: As in `huber`.
+
     Gradient:
         r / (1 + (r / scale)^2)^2, 0 for an infinite residual; else as in `huber`.
 
@@ -191,6 +202,9 @@ def tukey(
 
     Returns:
         The loss.
+
+    Raises:
+        ArgumentValueError: As in `huber`.
 
     Gradient:
         r x (1 - (r / scale)^2)^2 up to the scale, exactly 0 beyond; else as in `huber`.
@@ -229,6 +243,9 @@ def charbonnier(
 
     Returns:
         The loss.
+
+    Raises:
+        ArgumentValueError: As in `huber`.
 
     Gradient:
         r / sqrt(1 + (r / scale)^2); else as in `huber`.
@@ -271,6 +288,9 @@ def barron(
     Returns:
         scale^2 x b / alpha x ((1 + (r / scale)^2 / b)^(alpha / 2) - 1) with b = |alpha - 2|.
 
+    Raises:
+        ArgumentValueError: As in `huber`, or alpha is inf.
+
     Gradient:
         r x (1 + (r / scale)^2 / b)^(alpha / 2 - 1) to the residual, and the slope in alpha and scale to those; smooth
         through alpha = 0. At alpha = 2 the slope in alpha is infinite, so b is taken as at least 1e-3 there. Else as
@@ -310,10 +330,20 @@ def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *,
     Returns:
         Weights of the residual's shape, 1 for a small residual, towards 0 for an outlier; detached. NaN for NaN.
 
+    Raises:
+        ArgumentTypeError: `loss` cannot be called, or the residual is no tensor.
+        ArgumentValueError: The scale is not positive.
+
     Examples:
         >>> gg.losses.robust_weights(gg.losses.cauchy, torch.tensor([0.0, 1.0, 3.0]))
         tensor([1.0000, 0.5000, 0.1000])
     """
+    if not callable(loss):
+        raise ArgumentTypeError(
+            f"losses.robust_weights(): `loss` is {describe(loss)}.",
+            why="it is asked for its slope at each residual.",
+            fix="losses.robust_weights(losses.cauchy, residual)",
+        )
     check_tensor(residual, name="residual", function="losses.robust_weights")
     with torch.enable_grad():
         leaf = residual.detach().clone().requires_grad_()
@@ -333,7 +363,8 @@ def _robust(
 ) -> torch.Tensor:
     check_tensor(residual, name="residual", function=function)
     check_reduction(reduction, function=function)
-    if not isinstance(scale, torch.Tensor) and not scale > 0:
+    number: Any = scale
+    if not isinstance(number, torch.Tensor) and not (isinstance(number, Real) and float(number) > 0):
         raise ArgumentValueError(
             f"{function}(): `scale` is {describe(scale)}.",
             why="it is the size at which a residual counts as large.",
@@ -350,7 +381,7 @@ def _without_left_out(
     if keep is not None:
         residual = torch.where(check_keep(over_elements(keep, residual), residual, function=function), residual, 0)
     if weights is not None:
-        residual = torch.where(over_elements(torch.as_tensor(weights), residual) != 0, residual, 0)
+        residual = torch.where(check_weights(weights, residual, function=function) != 0, residual, 0)
     return residual
 
 

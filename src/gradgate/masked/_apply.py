@@ -229,7 +229,7 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> int:
     tensors = [row for row in rows if row is not None]
     if not tensors:
         raise ArgumentValueError(
-            "apply_rows(): there is no tensor in xs.",
+            "apply_rows(): there is no tensor in `xs`.",
             why="without one there are no rows to choose from.",
             fix="apply_rows(keep, fn, x)",
         )

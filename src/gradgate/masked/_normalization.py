@@ -116,7 +116,7 @@ def batch_norm(
     function = "masked.batch_norm"
     if check_tensor(x, name="x", function=function).dim() < 2:
         raise ArgumentValueError(
-            f"{function}(): x is {describe(x)}.", why="dimension 1 is the channels.", fix="x.unsqueeze(1)"
+            f"{function}(): `x` is {describe(x)}.", why="dimension 1 is the channels.", fix="x.unsqueeze(1)"
         )
     if not training and (running_mean is None or running_var is None):
         raise ArgumentValueError(

@@ -106,13 +106,13 @@ class Slices:
         kind = "" if self.x.is_floating_point() else "complex" if self.x.is_complex() else "integer"
         if kind == "complex" and complexes:
             raise ArgumentTypeError(
-                f"{self.function}(): x is {describe(self.x)}.",
+                f"{self.function}(): `x` is {describe(self.x)}.",
                 why="complex numbers have no order.",
                 fix="x.abs(), or x.real",
             )
         if kind == "integer" and integers:
             raise ArgumentTypeError(
-                f"{self.function}(): x is {describe(self.x)}.",
+                f"{self.function}(): `x` is {describe(self.x)}.",
                 why="the result is no integer in general.",
                 fix="x.to(torch.float32)",
             )

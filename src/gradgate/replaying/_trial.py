@@ -84,7 +84,7 @@ def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault
         return _raised(error, "forward")
     if not isinstance(loss, torch.Tensor):
         raise ArgumentTypeError(
-            f"replay(): loss_fn returned {describe(loss)}.",
+            f"replay(): `loss_fn` returned {describe(loss)}.",
             why="it is the function that the guard was given: loss_fn(batch) -> a mean loss, or one per sample.",
             fix="def loss_fn(batch): ...; return loss",
         )
