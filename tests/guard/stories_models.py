@@ -77,12 +77,12 @@ def static_graphs(rank):
 
 def many_buffers_sent_while_backward_runs(rank):
     """The gradients are cut into pieces of a few numbers, so that some are sent before the fault shows."""
-    sizes = _buckets.LAST_BYTES, _buckets.BYTES
-    _buckets.LAST_BYTES = _buckets.BYTES = 64
+    sizes = _buckets.FIRST_BYTES, _buckets.BYTES
+    _buckets.FIRST_BYTES = _buckets.BYTES = 16
     try:
         a_model_of_many_buffers(rank)
     finally:
-        _buckets.LAST_BYTES, _buckets.BYTES = sizes
+        _buckets.FIRST_BYTES, _buckets.BYTES = sizes
 
 
 def a_model_of_many_buffers(rank):

@@ -2,18 +2,30 @@
 
 import pytest
 
-from tests.guard import stories_evidence, stories_models, stories_replicas, stories_shards
+from tests.guard import fault_injection, stories_evidence, stories_models, stories_replicas, stories_shards
 from tests.guard.ranks import ended_well, lived
 
 pytestmark = pytest.mark.distributed
-STORIES = [*stories_replicas.STORIES, *stories_models.STORIES, *stories_shards.STORIES, *stories_evidence.STORIES]
+OF_TWO = [
+    *stories_replicas.STORIES,
+    *stories_models.STORIES,
+    *stories_shards.STORIES,
+    *stories_evidence.STORIES,
+    *fault_injection.STORIES,
+]
+OF_FOUR = [fault_injection.steps_with_random_faults_in_many_buffers]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    return lived(STORIES, tmp_path_factory.mktemp("ranks"))
+def told_by_two(tmp_path_factory):
+    return lived(OF_TWO, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_two_ranks(told, story):
-    ended_well(told, story)
+@pytest.mark.parametrize("story", OF_TWO, ids=lambda story: story.__name__)
+def test_two_ranks(told_by_two, story):
+    ended_well(told_by_two, story)
+
+
+@pytest.mark.parametrize("story", OF_FOUR, ids=lambda story: story.__name__)
+def test_four_ranks(tmp_path, story):
+    ended_well(lived([story], tmp_path, world=4), story, world=4)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import distributed
 
+from gradgate.guard._finite import FiniteCheck
 from gradgate.guard._shares import Share, Totals
 from gradgate.guard._state import TrainingState
 
@@ -33,6 +34,9 @@ class Agreement(Protocol):
 
     def before_backward(self, size: int, state: TrainingState) -> None:
         """Hear that backward comes next: what is ready may be sent while it runs."""
+
+    def check(self, usual: FiniteCheck) -> FiniteCheck:
+        """Give the way to look for NaN and Inf in gradients that costs least."""
 
     def withdraw(self) -> None:
         """Hear that what backward gave does not count."""

@@ -1,13 +1,14 @@
 """Gradients of many parameters, added over all ranks in few all-reduces, each started as soon as it can be.
 
 The gradients lie in flat buffers, cut as DistributedDataParallel cuts them: what is ready first is sent first, while
-backward goes on. The last buffer is small and also carries a few numbers of each rank, so that a step costs no
-collective more than without them. Every rank sends the same buffers in the same order in every round; a rank whose
+backward goes on. The last buffer also carries a few numbers of each rank, so that a step costs no collective more
+than without them. Every rank sends the same buffers in the same order in every round; a rank whose
 gradients turn out to be of no use finishes its round with zeros, and all ranks agree on another one.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ from typing import Any
 import torch
 from torch import distributed
 
+from gradgate._torch_compat import copy_tensors
+
 __all__ = ["Buckets"]
 
-LAST_BYTES = 2**20
+# As DistributedDataParallel does: a small one first, so that the network has something to do early.
+FIRST_BYTES = 2**20
 BYTES = 25 * 2**20
 
 
@@ -64,6 +68,7 @@ class Buckets:
         if not self._buckets or not _counts(tail.dtype):  # half precision cannot count to a thousand
             tail = torch.zeros(extra, device=tail.device)
             self._buckets.append(_Bucket(tail, [], []))
+        self._gradients_of_last = tail[: tail.numel() - extra]
         self.numbers = tail[tail.numel() - extra :]
         """What every rank adds to the last buffer; after a round, the sums."""
         self._listening = False
@@ -71,7 +76,9 @@ class Buckets:
         self._earlier: Mapping[torch.Tensor, torch.Tensor] = {}
         self._share = 1.0
         self._works: list[Any] = []
+        self._sums: list[torch.Tensor] = []
         self._missing: list[int] = []
+        self._last_is_filled = False
         self._error: Exception | None = None
         self.stale = False
         """Whether something was sent that is not what this rank has to give."""
@@ -87,7 +94,8 @@ class Buckets:
             share: As said.
         """
         self._weight, self._earlier, self._share = weight, earlier, share
-        self._works = []
+        self._works, self._sums = [], []
+        self._last_is_filled = False
         self._error = None
         self.stale = False
         self._missing = [len(bucket.numbers) for bucket in self._buckets]
@@ -97,14 +105,37 @@ class Buckets:
         self.begin(weight, earlier, share)
         self._listening = True
 
+    @property
+    def listening(self) -> bool:
+        """Whether a backward is expected or running."""
+        return self._listening
+
+    def looks_finite(self) -> bool:
+        """Tell whether everything is finite, after backward: a finite sum proves it. The rest is made ready.
+
+        Returns:
+            False also where finite values add up to infinity.
+        """
+        self._listening = False
+        last = len(self._buckets) - 1
+        for place in range(len(self._works), last):
+            self._send(place, look=True)
+        self._fill_all(self._buckets[last], empty=False)
+        self._last_is_filled = True
+        total = self._gradients_of_last.sum(dtype=_sum_dtype(self._gradients_of_last))
+        for one in self._sums:
+            total = total + one.to(total.device)
+        return math.isfinite(total.item())
+
     def stop(self, weight: float) -> None:
         """Listen no more: backward is over, and what is still to be sent has this weight."""
         self._listening = False
+        self._last_is_filled = self._last_is_filled and weight == self._weight
         self._weight = weight
 
     def withdraw(self) -> None:
         """Send nothing in place of what has not been sent, up to the last buffer, so that no rank has to wait."""
-        self._listening = False
+        self._listening = self._last_is_filled = False
         self.stale = len(self._buckets) > 1
         for place in range(len(self._works), len(self._buckets) - 1):
             self._send(place, empty=True)
@@ -133,6 +164,7 @@ class Buckets:
             factor: What they are multiplied with.
             present: Which parameters have a gradient on any rank; None for all.
         """
+        targets, sources = [], []
         with torch.no_grad():
             for bucket in self._buckets:
                 if factor != 1:
@@ -145,7 +177,10 @@ class Buckets:
                     if target is None or target.is_sparse:
                         parameter.grad = view.clone()
                     else:
-                        parameter.grad = target.copy_(view)
+                        parameter.grad = target
+                        targets.append(target)
+                        sources.append(view)
+            copy_tensors(targets, sources)
 
     def _made(self, numbers: list[int], extra: int) -> _Bucket:
         first = self.parameters[numbers[0]]
@@ -189,18 +224,24 @@ class Buckets:
             self.stale = True  # a second gradient, after the first was sent
             return
         while len(self._works) < len(self._buckets) - 1 and self._missing[len(self._works)] == 0:
-            self._send(len(self._works))
+            self._send(len(self._works), look=True)
 
-    def _send(self, place: int, *, empty: bool = False) -> None:
+    def _send(self, place: int, *, empty: bool = False, look: bool = False) -> None:
         bucket = self._buckets[place]
+        if empty or not (self._last_is_filled and place == len(self._buckets) - 1):
+            self._fill_all(bucket, empty)
+        if look:
+            self._sums.append(bucket.buffer.sum(dtype=_sum_dtype(bucket.buffer)))
         try:
-            with torch.no_grad():
-                for number, view in zip(bucket.numbers, bucket.views, strict=True):
-                    self._fill(view, self.parameters[number], empty)
             self._works.append(distributed.all_reduce(bucket.buffer, group=self._group, async_op=True))
         except RuntimeError as error:  # raised in `finish`: inside of backward it would be taken for a fault of that
             self._error = self._error or error
             self._works.append(None)
+
+    def _fill_all(self, bucket: _Bucket, empty: bool) -> None:
+        with torch.no_grad():
+            for number, view in zip(bucket.numbers, bucket.views, strict=True):
+                self._fill(view, self.parameters[number], empty)
 
     def _fill(self, view: torch.Tensor, parameter: torch.Tensor, empty: bool) -> None:
         if empty or self._weight == 0 or parameter.grad is None:
@@ -215,24 +256,31 @@ class Buckets:
 
 def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
     """Cut parameters into buffers of one device and dtype each, in the order in which gradients become ready."""
+    cuts: list[list[int]] = []
     open_: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    left: dict[tuple[torch.device, torch.dtype], int] = {}
-    order: list[list[int]] = []
-    for number, parameter in enumerate(parameters):
+    sizes: dict[int, int] = {}
+    for number in reversed(range(len(parameters))):
+        parameter = parameters[number]
         kind = parameter.device, parameter.dtype
-        size = parameter.numel() * parameter.element_size()
-        if kind not in open_ or left[kind] < size:
-            left[kind] = BYTES if order else LAST_BYTES
+        if kind not in open_:
             open_[kind] = []
-            order.append(open_[kind])
-        open_[kind].append(number)
-        left[kind] -= size
-    return order[::-1]
+            cuts.append(open_[kind])
+        numbers = open_[kind]
+        numbers.append(number)
+        sizes[id(numbers)] = sizes.get(id(numbers), 0) + parameter.numel() * parameter.element_size()
+        if sizes[id(numbers)] >= (FIRST_BYTES if numbers is cuts[0] else BYTES):
+            del open_[kind]
+    # A buffer is complete with its last parameter; the one that is complete last is sent last.
+    return sorted(cuts, key=lambda numbers: -numbers[-1])
 
 
 def _counts(dtype: torch.dtype) -> bool:
     """Tell whether a dtype holds counts of samples without rounding."""
     return _real(dtype) in (torch.float32, torch.float64)
+
+
+def _sum_dtype(buffer: torch.Tensor) -> torch.dtype:
+    return torch.float32 if buffer.element_size() < 4 else buffer.dtype
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ import torch
 from gradgate._torch_compat import Replica, alone_in_replica, replica_obstacle, sync_buffers
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard._buckets import Buckets
+from gradgate.guard._finite import FiniteCheck
 from gradgate.guard._ranks import FAREWELL, Ranks
 from gradgate.guard._shares import WIDTH, Share, Totals
 from gradgate.guard._state import TrainingState
@@ -34,7 +35,7 @@ class Replicas(Ranks):
         self._replicas = list(replicas)
         super().__init__(replicas[0].process_group, next(iter(replicas[0].parameters())).device)
         self._parameters = list(dict.fromkeys(p for replica in replicas for p in _reduced(replica)))
-        self._buckets: Buckets | None = None
+        self._buckets = Buckets([], self.group, WIDTH, self.device)
         self._expected = 0
         self._sent = False
         self._factor = 1.0
@@ -60,6 +61,7 @@ class Replicas(Ranks):
         self._reduces = all(replica.require_backward_grad_sync for replica in self._replicas)
         self._sent = False
         if training:
+            self._choose_buckets()
             with self.talking():
                 for replica in self._replicas:
                     sync_buffers(replica)
@@ -88,12 +90,16 @@ class Replicas(Ranks):
         """Send what is ready while backward runs."""
         if self._reduces:
             self._sent = True
-            self._current().listen(size / self._expected, state.earlier(), 1 / self.world_size)
+            self._buckets.listen(size / self._expected, state.earlier(), 1 / self.world_size)
+
+    def check(self, usual: FiniteCheck) -> FiniteCheck:
+        """Look for NaN and Inf where gradients are copied for sending anyway."""
+        return _CheckOfSent(usual, self._buckets) if self._reduces else usual
 
     def withdraw(self) -> None:
         """Send zeros in place of what has not been sent."""
         if self._sent:
-            self._current().withdraw()
+            self._buckets.withdraw()
 
     def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> Totals:
         """Add up what all ranks tell, and, unless gradients are being accumulated, the gradients.
@@ -111,7 +117,7 @@ class Replicas(Ranks):
         """
         if not self._reduces:
             return self._exchange_numbers(share, in_haste)
-        buckets, earlier = self._current(), state.earlier()
+        buckets, earlier = self._buckets, state.earlier()
         weight = share.kept / self._expected
         if self._sent:
             buckets.stop(weight)
@@ -140,8 +146,8 @@ class Replicas(Ranks):
             state: Where gradients are.
         """
         if self._reduces:
-            self._current().collect(self._factor, totals.present)
-            state.add_earlier_gradients(without=self._current().parameters)
+            self._buckets.collect(self._factor, totals.present)
+            state.add_earlier_gradients(without=self._buckets.parameters)
         else:
             scale_and_add(self._trained(), share.kept * self.world_size / totals.kept, state)
 
@@ -153,14 +159,36 @@ class Replicas(Ranks):
         self._expected = totals.kept or self._expected
         return totals
 
-    def _current(self) -> Buckets:
-        """Give the buffers of what is trained now; freezing something makes others."""
-        if self._buckets is None or list(map(id, self._trained())) != list(map(id, self._buckets.parameters)):
-            self._buckets = Buckets(self._trained(), self.group, WIDTH + len(self._trained()), self.device)
-        return self._buckets
+    def _choose_buckets(self) -> None:
+        """Make buffers for what is trained now; freezing something makes others."""
+        trained = self._trained()
+        if list(map(id, trained)) != list(map(id, self._buckets.parameters)):
+            self._buckets = Buckets(trained, self.group, WIDTH + len(trained), self.device)
 
     def _trained(self) -> list[torch.Tensor]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+
+class _CheckOfSent(FiniteCheck):
+    """Looks at gradients in the buffers that they are sent in; at other times and for others the usual way.
+
+    Args:
+        usual: The usual way.
+        buckets: The buffers.
+    """
+
+    def __init__(self, usual: FiniteCheck, buckets: Buckets) -> None:
+        super().__init__()
+        self._usual = usual
+        self._buckets = buckets
+
+    def alarm(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
+        """Tell whether anything is not finite; arguments as for `FiniteCheck.alarm`."""
+        if not self._buckets.listening or not self._buckets.looks_finite():
+            return self._usual.alarm(gradients, loss)
+        own = {id(parameter.grad) for parameter in self._buckets.parameters}
+        others = [gradient for gradient in gradients if id(gradient) not in own]
+        return bool(others or loss is not None) and self._usual.alarm(others, loss)
 
 
 def _reduced(replica: Replica) -> list[torch.nn.Parameter]:

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from gradgate._torch_compat import alone_in_shards, reduce_shards
+from gradgate.guard._finite import FiniteCheck
 from gradgate.guard._ranks import Ranks
 from gradgate.guard._replicas import scale_and_add, signature
 from gradgate.guard._shares import WIDTH, Share, Totals
@@ -66,6 +67,10 @@ class Shards(Ranks):
 
     def before_backward(self, size: int, state: TrainingState) -> None:
         """Send nothing while backward runs: how much each rank weighs is not known yet."""
+
+    def check(self, usual: FiniteCheck) -> FiniteCheck:
+        """Look for NaN and Inf in the usual way."""
+        return usual
 
     def withdraw(self) -> None:
         """Do nothing: nothing was sent."""

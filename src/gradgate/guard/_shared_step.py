@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from gradgate._names import class_name
-from gradgate._places import raising_line
 from gradgate.errors import OtherRankError
 from gradgate.guard._agreement import Agreement
 from gradgate.guard._batches import Ids
@@ -103,7 +102,7 @@ class SharedStep:
             self._recovered = Recovered(None, [], [])
             return None
         try:
-            trial = LossTrial(loss_fn, state, guard._check, guard._catch, scaler)
+            trial = LossTrial(loss_fn, state, self._agreement.check(guard._check), guard._catch, scaler)
             trial.before_backward = self._before_backward
             writes = guard._reader.writes(self._batch)
             self._outcome = trial.run(self._batch, self._size)

@@ -42,18 +42,16 @@ class Share:
         """Write the share as numbers.
 
         Args:
-            numbers: Where to; `WIDTH` of them, and one for each parameter.
+            numbers: Where to: `WIDTH` of them, and as many as `present` has.
             present: Whether this rank has a gradient for each parameter.
         """
         flags = (self.size > 0, self.whole, self.failed, self.told, self.more, self.stale, self.earlier)
-        absent = [place for place, there in enumerate(present) if not there]
+        absent = [] if all(present) else [place for place, there in enumerate(present) if not there]
         loss = 0.0 if self.loss is None or not self.loss.is_cpu else float(self.loss.item()) * self.kept
-        counts = [self.size, self.kept, self.bad, *map(float, flags), len(absent), loss]
-        head = torch.tensor(counts, dtype=numbers.dtype)
-        numbers[:WIDTH].copy_(head, non_blocking=True)
+        counts = [self.size, self.kept, self.bad, *flags, len(absent), loss, *[1.0] * len(present)]
+        numbers.copy_(torch.tensor(counts, dtype=numbers.dtype), non_blocking=True)
         if self.loss is not None and not self.loss.is_cpu:  # not read by the host
             numbers[WIDTH - 1].copy_(self.loss.detach() * self.kept)
-        numbers[WIDTH:].fill_(1.0)
         for place in absent:
             numbers[WIDTH + place] = 0.0
 

@@ -1,0 +1,143 @@
+"""The guard across ranks: a healthy step against plain DistributedDataParallel, two ranks, gloo, one thread each."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import gradgate as gg
+from benchmarks.harness import Row
+
+WORLD = 2
+
+
+def mlp(width):
+    """Three hidden layers of one width."""
+    return nn.Sequential(
+        nn.Linear(256, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(width, 10),
+    )  # fmt: skip
+
+
+def cnn(width):
+    """Three convolutions with BatchNorm, on pictures of 16 x 16."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 16, 16)),
+        nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
+        nn.Conv2d(2 * width, 2 * width, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10),
+    )  # fmt: skip
+
+
+def transformer(width):
+    """Four layers of attention over 16 positions."""
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+    return nn.Sequential(
+        nn.Unflatten(1, (16, 16)), nn.Linear(16, width), nn.TransformerEncoder(layer, 4), nn.Flatten(),
+        nn.Linear(16 * width, 10),
+    )  # fmt: skip
+
+
+MODELS = {
+    "MLP, 0.2 million parameters, steps of a few ms": (mlp, 256, 256),
+    "MLP, 2.4 million parameters": (mlp, 1024, 256),
+    "CNN with BatchNorm": (cnn, 24, 64),
+    "transformer, 0.8 million parameters": (transformer, 128, 32),
+}
+
+
+def steps(name):
+    """Make a plain and a guarded training of one model, as functions that make one step each."""
+    make, width, size = MODELS[name]
+    made = {}
+    batch = torch.randn(size, 256), torch.randint(0, 10, (size,))
+    for kind in ("plain", "guarded"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make(width))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        guard = gg.Guard(model) if kind == "guarded" else None
+        made[kind] = partial(step, model, optimizer, guard, batch)
+    return made
+
+
+def step(model, optimizer, guard, batch):
+    """Make one training step."""
+
+    def loss_fn(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    optimizer.zero_grad()
+    if guard is None:
+        loss_fn(batch).backward()
+    else:
+        guard.step(batch, loss_fn)
+    optimizer.step()
+
+
+def join(rank, store):
+    """Enter the process group."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=WORLD)
+
+
+def other_rank(store, orders):
+    """Be the second rank: make the steps that the first one makes."""
+    join(1, store)
+    made = {}
+    while True:
+        name, kind = orders.recv()
+        if name not in made:
+            made[name] = steps(name)
+        if kind:
+            made[name][kind]()
+
+
+class Pair:
+    """Two ranks, this process and another one, started when the first row runs."""
+
+    orders = None
+
+    @classmethod
+    def start(cls):
+        """Start the other rank, once."""
+        if cls.orders is None:
+            store = f"{tempfile.mkdtemp()}/store"
+            context = mp.get_context("spawn")
+            cls.orders, theirs = context.Pipe()
+            process = context.Process(target=other_rank, args=(store, theirs), daemon=True)
+            process.start()
+            atexit.register(process.kill)
+            join(0, store)
+
+    @classmethod
+    def run(cls, name, kind, made):
+        """Make a step on both ranks."""
+        cls.orders.send((name, kind))
+        made[kind]()
+
+
+def candidates(name):
+    """Give the two trainings of a model."""
+    Pair.start()
+    Pair.orders.send((name, None))
+    made = steps(name)
+    return {kind: partial(Pair.run, name, kind, made) for kind in made}
+
+
+ROWS = [
+    Row(
+        "ranks", f"healthy step of two ranks, {name}", partial(candidates, name), "guarded", "plain",
+        at_most=None if "few ms" in name else 1.03, rounds=41, seconds=6.0,
+    )
+    for name in MODELS
+]  # fmt: skip
