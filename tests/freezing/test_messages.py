@@ -67,6 +67,8 @@ CASES = [
         r"`frozen` has shape \(2, 2\), the parameter \(3, 2\)",
     ),
     (lambda: gg.trainable(PARAMETER), ArgumentTypeError, r"trainable\(\): `model` is"),
+    (lambda: gg.trainable(NET, NET), ArgumentTypeError, r"trainable\(\): the module .* is no optimizer"),
+    (lambda: gg.freezing.merge_rows("net"), ArgumentTypeError, r"merge_rows\(\): `model` is the str 'net'"),
 ]
 
 

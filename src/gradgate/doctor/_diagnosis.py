@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -78,7 +78,11 @@ class Diagnosis:
         return tuple(f for f in self.findings if order.index(f.severity) <= order.index(severity))
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all of it as plain values, as `to_json` writes them."""
+        """Give all of it as plain values, as `to_json` writes them.
+
+        Returns:
+            A dictionary of dictionaries, lists, texts and numbers.
+        """
         error = self.exception
         return {
             "version": _VERSION,
@@ -106,7 +110,7 @@ class Diagnosis:
         """
         return json.dumps(self.to_dict())
 
-    def to_html(self, path: str | Path) -> None:
+    def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write all of it as one page that needs nothing else: the findings, the graph, the norm of each gradient.
 
         Args:

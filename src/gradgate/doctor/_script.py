@@ -40,7 +40,7 @@ _SEED = 0
 class ScriptReport:
     """What became of a script.
 
-    Args:
+    Attributes:
         diagnosis: What the doctor found.
         exit_code: How the script itself ended.
         steps: How many optimizer steps it took.
@@ -132,7 +132,7 @@ class _Run:
 
 
 def examine_script(
-    path: str | Path, args: Sequence[str] = (), *, whole: bool = False, from_step: int | None = None
+    path: str | os.PathLike[str], args: Sequence[str] = (), *, whole: bool = False, from_step: int | None = None
 ) -> ScriptReport:
     """Run a script and say what is wrong with its training.
 
@@ -147,6 +147,21 @@ def examine_script(
 
     Raises:
         ArgumentValueError: There is no such file.
+
+    Examples:
+        >>> import tempfile, pathlib
+        >>> script = pathlib.Path(tempfile.mkdtemp()) / "train.py"
+        >>> _ = script.write_text('''
+        ... import torch
+        ... model = torch.nn.Linear(2, 1)
+        ... optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ... for step in range(3):
+        ...     model(torch.ones(4, 2)).mean().backward()
+        ...     optimizer.step()
+        ... ''')
+        >>> report = gg.doctor.examine_script(script)
+        >>> report.exit_code, report.steps, report.diagnosis.findings[0].title
+        (0, 3, 'gradients grow from step to step: zero_grad is missing')
     """
     path = Path(path).resolve()
     if not path.is_file():

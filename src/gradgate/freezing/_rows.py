@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from gradgate._checks import check_module
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._carrying import Watcher, attach, detach, watchers_of
@@ -205,6 +206,9 @@ def merge_rows(model: nn.Module) -> None:
     Args:
         model: The model.
 
+    Raises:
+        ArgumentTypeError: `model` is not a module.
+
     Examples:
         >>> import copy
         >>> embedding = torch.nn.Embedding(10, 2)
@@ -214,7 +218,7 @@ def merge_rows(model: nn.Module) -> None:
         >>> [name for name, _ in other.named_parameters()]
         ['weight']
     """
-    for module in list(model.modules()):
+    for module in list(check_module(model, name="model", function="merge_rows").modules()):
         if (handle := rows_of(module)) is not None:
             handle.merge()
 

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from gradgate._names import describe
+from gradgate.errors import ArgumentTypeError
 from gradgate.freezing._holding import ROWS_TOKEN, hold_of
 from gradgate.freezing._rows import rows_of
 from gradgate.freezing._selection import bare, named_modules, named_parameters, ties_of
@@ -83,7 +85,7 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
         "part frozen", "frozen"), `why`, and `tied` (its other names). It prints as a table, and has `totals`.
 
     Raises:
-        ArgumentTypeError: `model` is no module.
+        ArgumentTypeError: `model` is no module, or one of the optimizers is none.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -97,6 +99,13 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
         ┏━━━...
     """
     inner = bare(model, "trainable")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ArgumentTypeError(
+                f"trainable(): {describe(optimizer)} is no optimizer.",
+                why="after the model come its optimizers, to tell what none of them moves.",
+                fix="gg.trainable(model, optimizer)",
+            )
     known = named_parameters(inner)
     moved = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     counted: set[int] = set()

@@ -40,6 +40,18 @@ def examine(
     Raises:
         NothingMatchedError: There is no such incident.
         LedgerError: Its sample was not stored, or not whole.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> ledger = gg.Ledger(folder + "/run.ledger", payload=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> def loss_fn(batch):
+        ...     return model(batch).mean()
+        >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
+        >>> step = gg.Guard(model, ledger=ledger, payload=True).step(batch, loss_fn)
+        >>> gg.replaying.examine(ledger, step.dropped[0].id, loss_fn, model=model).findings[0].title
+        'the tensor sample holds NaN before `model(batch)` reads it'
     """
     book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
     incident = book.incident(incident_id)

@@ -34,6 +34,21 @@ def assert_passes(
     Raises:
         AssertionError: It fails; the exception that it failed with is the cause.
         LedgerError: The sample cannot be read.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> ledger = gg.Ledger(folder + "/run.ledger", payload=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> def loss_fn(batch):
+        ...     return model(batch).mean()
+        >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
+        >>> step = gg.Guard(model, ledger=ledger, payload=True).step(batch, loss_fn)
+        >>> files = gg.replaying.write_test(folder + "/test_bad.py", ledger, step.dropped[0].id, "train:loss_fn")
+        >>> gg.replaying.assert_passes(files[1], lambda batch: model(batch.nan_to_num()).mean())
+        >>> gg.replaying.assert_passes(files[1], loss_fn)
+        Traceback (most recent call last):
+        AssertionError: the sample in test_bad.safetensors still fails: non-finite loss: nan
     """
     file = Path(path)
     state = file.with_suffix(".snapshot.safetensors")
@@ -67,6 +82,19 @@ def write_test(
     Raises:
         ArgumentValueError: The path does not end in .py, is taken, or an entry is not "module:name".
         LedgerError: The sample was not stored, or a file cannot be written.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> ledger = gg.Ledger(folder + "/run.ledger", payload=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> def loss_fn(batch):
+        ...     return model(batch).mean()
+        >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
+        >>> step = gg.Guard(model, ledger=ledger, payload=True).step(batch, loss_fn)
+        >>> files = gg.replaying.write_test(folder + "/test_bad.py", ledger, step.dropped[0].id, "train:loss_fn")
+        >>> [file.name for file in files]
+        ['test_bad.py', 'test_bad.safetensors']
     """
     file = Path(path)
     if file.suffix != ".py" or file.exists():
