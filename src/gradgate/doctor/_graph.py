@@ -95,12 +95,12 @@ class Graph(TypedDict):
 
 
 class Layer(TypedDict):
-    """A parameter after the step.
+    """A parameter after the step. Those of lazy modules that never ran have neither shape nor values, and no layer.
 
     Attributes:
         name: Its name.
         module: The place in `Graph.modules` of the first module that has it; None for a tensor of no module.
-        shape: Its shape; None while it has none (lazy modules).
+        shape: Its shape.
         gradient_norm: The 2-norm of its gradient; None if the step gave it none, or it could not be read.
         weight_norm: The 2-norm of its values, before the optimizer moved them if it has a gradient; None if they
             cannot be read.
@@ -109,7 +109,7 @@ class Layer(TypedDict):
 
     name: str
     module: int | None
-    shape: list[int] | None
+    shape: list[int]
     gradient_norm: Norm
     weight_norm: Norm
     learns: bool | Literal["part"]
@@ -146,7 +146,11 @@ def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple
     for place, (_, module) in enumerate(drawn):
         for parameter in _own(module):
             owners.setdefault(id(parameter), place)
-    layers = tuple(_layer(case, name, p, owners.get(id(p))) for name, p in case.parameters.items())
+    layers = tuple(
+        _layer(case, name, parameter, owners.get(id(parameter)))
+        for name, parameter in case.parameters.items()
+        if not isinstance(parameter, UninitializedParameter)
+    )
     return Graph(modules=modules, edges=edges, nonfinite_path=spread.path), layers
 
 
@@ -221,8 +225,6 @@ def _edge(case: Case, source: int, target: int, edge: Edge, codes: dict[str, str
 
 
 def _layer(case: Case, name: str, parameter: torch.Tensor, module: int | None) -> Layer:
-    if isinstance(parameter, UninitializedParameter):
-        return Layer(name=name, module=module, shape=None, gradient_norm=None, weight_norm=None, learns=True)
     gradient, held = case.gradient(parameter), held_elements(parameter)
     weight = gradient.weight_norm
     if math.isnan(weight) and is_readable(parameter):
