@@ -2,7 +2,14 @@
 
 import pytest
 
-from tests.guard import fault_injection, stories_evidence, stories_models, stories_replicas, stories_shards
+from tests.guard import (
+    fault_injection,
+    stories_evidence,
+    stories_models,
+    stories_replicas,
+    stories_repros,
+    stories_shards,
+)
 from tests.guard.ranks import ended_well, lived
 
 pytestmark = pytest.mark.distributed
@@ -11,6 +18,7 @@ OF_TWO = [
     *stories_models.STORIES,
     *stories_shards.STORIES,
     *stories_evidence.STORIES,
+    *stories_repros.STORIES,
     *fault_injection.STORIES,
 ]
 OF_FOUR = [fault_injection.steps_with_random_faults_in_many_buffers]

@@ -1,0 +1,32 @@
+"""examples/ddp_train.py, started by torchrun on two ranks, keeps its claim."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def without_digits(line):
+    return re.sub(r"\s*\d[\d.,e-]*", " 0", line.rstrip())
+
+
+@pytest.mark.distributed
+def test_the_example_keeps_its_claim_and_prints_what_is_shown(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "ddp_train.py")],
+        capture_output=True, text=True, cwd=tmp_path, env=environment, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (shown,) = re.findall(
+        r"^## ddp_train\.py\n.*?^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(), re.M | re.S
+    )
+    printed = {without_digits(line) for line in done.stdout.splitlines()}
+    assert {without_digits(line) for line in shown.splitlines()} <= printed
+    assert not list(tmp_path.iterdir()), "the example left a file behind"
