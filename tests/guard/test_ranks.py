@@ -4,6 +4,7 @@ import pytest
 
 from tests.guard import (
     fault_injection,
+    stories_costs,
     stories_evidence,
     stories_models,
     stories_replicas,
@@ -19,9 +20,10 @@ OF_TWO = [
     *stories_shards.STORIES,
     *stories_evidence.STORIES,
     *stories_repros.STORIES,
+    *stories_costs.STORIES,
     *fault_injection.STORIES,
 ]
-OF_FOUR = [fault_injection.steps_with_random_faults_in_many_buffers]
+OF_FOUR = [fault_injection.steps_with_random_faults_in_many_buffers, *stories_costs.STORIES]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,11 @@ def test_two_ranks(told_by_two, story):
     ended_well(told_by_two, story)
 
 
+@pytest.fixture(scope="module")
+def told_by_four(tmp_path_factory):
+    return lived(OF_FOUR, tmp_path_factory.mktemp("four"), world=4)
+
+
 @pytest.mark.parametrize("story", OF_FOUR, ids=lambda story: story.__name__)
-def test_four_ranks(tmp_path, story):
-    ended_well(lived([story], tmp_path, world=4), story, world=4)
+def test_four_ranks(told_by_four, story):
+    ended_well(told_by_four, story, world=4)
