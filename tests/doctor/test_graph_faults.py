@@ -127,6 +127,25 @@ def test_a_nan_that_came_in_with_data_or_weights_or_was_born_in_the_loss():
     assert path_of(gg.diagnose(lambda: model.b(model.a(X)).pow(2).mean(), model=model)) == ["b", "loss"]
 
 
+def test_layers_in_a_plain_list_work_for_the_module_that_calls_them():
+    class Forgetful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layers = nn.Linear(4, 4), [nn.Linear(4, 4), Root()]
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = modules_of("head", inner=Forgetful())
+    with torch.no_grad():
+        model.inner.layers[0].bias.fill_(-9)
+    diagnosis = gg.diagnose(lambda: model.head(model.inner(X)).mean(), model=model)
+    assert set(edges_of(diagnosis)) == {("input", "inner"), ("inner", "head"), ("head", "loss")}
+    assert path_of(diagnosis) == ["inner", "head", "loss"]
+
+
 def test_a_mask_of_infinities_and_a_harmless_nan_have_no_path():
     model = modules_of("a", "b")
     future = torch.ones(4, 4).triu(1).bool()

@@ -109,11 +109,12 @@ class _Edges:
         call, calls, place = op.call, self.case.trace.calls, _OUTSIDE
         if call >= 0 and calls[call].leaf:
             place = self.places.get(id(calls[call].module), _OUTSIDE)
-        onward, cut = self.case.flow.onward(op) if any(code & 1 for code in op.inputs) else (set(), False)
-        if self.case.flow.is_inside_function(op):  # connected as a whole, if at all
-            onward = set(op.outputs)
+        flow = self.case.flow
+        cut = any(code & 1 for code in op.inputs) and flow.is_cut(op)
+        inside = flow.is_inside_function(op)  # connected as a whole, if at all
+        living = [value for value in op.outputs if inside or value in flow.connected]
         if place == _OUTSIDE:
-            self._between(number, op, onward, cut)
+            self._between(number, op, living, cut)
             return
         own, loses = 2 << place, False
         lost: Lost = ()
@@ -129,9 +130,9 @@ class _Edges:
         if cut and loses:
             lost = _merged(lost, ((number, own),))
         for value in op.outputs:
-            self.origins[value] = _Origin(own, own if value in onward else 0, lost, call)
+            self.origins[value] = _Origin(own, own if value in living else 0, lost, call)
 
-    def _between(self, number: int, op: Op, onward: set[int], cut: bool) -> None:
+    def _between(self, number: int, op: Op, living: list[int], cut: bool) -> None:
         """Let what is made outside of modules that do the work come from all that went into it."""
         modules = connected = 0
         lost: Lost = ()
@@ -145,7 +146,7 @@ class _Edges:
         if cut and connected:
             lost = _merged(lost, ((number, connected),))
         for value in op.outputs:
-            self.origins[value] = _Origin(modules, connected if value in onward else 0, lost)
+            self.origins[value] = _Origin(modules, connected if value in living else 0, lost)
 
     def arrive(self, place: int, code: int, *, connected: bool, cut: int) -> None:
         """Note that a module reads a value.
@@ -158,6 +159,7 @@ class _Edges:
         """
         origin = self._origin(code)
         bad = code >> 1 in self.spread.values
+        lost = {bit: op for op, mask in origin.lost for bit in _bits(mask)}
         for bit in _bits(origin.modules):
             edge = self.edges.setdefault((bit - 1, place), Edge())
             edge.nonfinite |= bad
@@ -165,8 +167,7 @@ class _Edges:
             if whole and connected:
                 edge.connected = True
             else:
-                before = next((op for op, mask in origin.lost if mask >> bit & 1), -1)
-                edge.cut = max(edge.cut, before, cut if whole else -1)
+                edge.cut = max(edge.cut, lost.get(bit, -1), cut if whole else -1)
 
     def measure(self, way: Way) -> None:
         """Note a gradient that came back.

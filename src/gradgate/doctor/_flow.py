@@ -133,31 +133,40 @@ class Flow:
                 op = self.trace.ops[number]
                 if 2 * value + 1 not in op.inputs:
                     continue
-                onward, cut = self.onward(op)
-                if cut:
+                if self.is_cut(op):
                     found.add(number)
-                for result in onward - seen:
+                for result in self._onward(op) - seen:
                     seen.add(result)
                     waiting.append(result)
         return seen, found
 
-    def onward(self, op: Op) -> tuple[set[int], bool]:
-        """Follow what is connected through an operation.
+    def is_cut(self, op: Op) -> bool:
+        """Tell whether an operation cuts.
 
         Args:
             op: An operation that read something connected.
 
         Returns:
-            What of its results stays connected, and whether it cuts: a loss was made from what does not.
+            Whether a loss was made from what it gave, and nothing of that is connected, now or later.
         """
+        results = [value for value in op.outputs if value in self.behind_losses]
+        if not results or any(value in self.connected for value in results):
+            return False
+        return not (self.is_inside_function(op) and any(value in self._behind_rejoined for value in results))
+
+    @cached_property
+    def _behind_rejoined(self) -> frozenset[int]:
+        """Give every value that the result of a Function was made from, where a loss was made from that."""
+        return self.sources(self.behind_losses.intersection(self.trace.rejoined))
+
+    def _onward(self, op: Op) -> set[int]:
+        """Give what is connected of an operation's results; inside a Function, the Function's own results."""
         results = {value for value in op.outputs if value in self.behind_losses}
         onward = {value for value in results if value in self.connected}
         loose = results - onward
         if loose and self.is_inside_function(op):
-            rejoined = self.results(loose) & set(self.trace.rejoined) & self.behind_losses
-            if rejoined:
-                return onward | rejoined, False
-        return onward, bool(loose) and not onward
+            onward |= self.results(loose) & set(self.trace.rejoined) & self.behind_losses
+        return onward
 
     def reaches_loss(self, start: Iterable[int]) -> bool:
         """Tell whether a loss was made from any of these values, connected or not.

@@ -76,7 +76,12 @@ def region_header(place: Place, names: tuple[str, ...]) -> Line | None:
     Returns:
         The innermost such line, or None.
     """
-    tree = _tree(place.file)
+    return _header(place.file, len(linecache.getlines(place.file)), place.line, names)
+
+
+@lru_cache(maxsize=1024)
+def _header(file: str, size: int, line: int, names: tuple[str, ...]) -> Line | None:
+    tree = _parsed(file, size)
     found = None
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.With, ast.AsyncWith)):
@@ -85,11 +90,11 @@ def region_header(place: Place, names: tuple[str, ...]) -> Line | None:
             headers = node.decorator_list
         else:
             continue
-        if not node.lineno <= place.line <= (node.end_lineno or node.lineno):
+        if not node.lineno <= line <= (node.end_lineno or node.lineno):
             continue
         for header in headers:
             if _called_name(header).rpartition(".")[2] in names:
-                found = Line(place.file, header.lineno)
+                found = Line(file, header.lineno)
     return found
 
 

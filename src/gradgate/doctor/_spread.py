@@ -59,14 +59,20 @@ def _forward(case: Case, births: list[BadValue], places: dict[int, int]) -> Spre
             continue
         made = [value for value in op.outputs if value in behind and (value in trace.spoiled or op.operator.view)]
         bad.update(made)
-        if made and (number in born or _works(case, op)) and id(op.module) in places:
-            path.setdefault(places[id(op.module)])
+        place = places.get(id(_module(case, op)))
+        if made and place is not None and (number in born or _works(case, op)):
+            path.setdefault(place)
     return Spread([*path, LOSS], frozenset(bad))
 
 
 def _is_input(case: Case, value: int) -> bool:
     root = case.trace.roots.get(bare_value(case.flow, value))
     return root is None or not case.names.has_tensor(root.number)
+
+
+def _module(case: Case, op: Op) -> torch.nn.Module | None:
+    """Give the module that an operation ran for: one that is not drawn does its work for the one that calls it."""
+    return case.trace.calls[op.call].module if op.call >= 0 else None
 
 
 def _works(case: Case, op: Op) -> bool:
@@ -76,21 +82,13 @@ def _works(case: Case, op: Op) -> bool:
 def _backward(case: Case, births: list[BadValue], places: dict[int, int]) -> list[int]:
     trace = case.trace
     first = max(births, key=lambda birth: birth.op)
-    op = trace.ops[first.op] if first.op >= 0 else None
-    born = places.get(id(op.module), LOSS) if op is not None else LOSS
+    born = places.get(id(_module(case, trace.ops[first.op])), LOSS) if first.op >= 0 else LOSS
     sent = {id(trace.calls[way.call].module) for way in trace.ways if way.call >= 0 and way.is_bad}
-    last_op: dict[int, int] = {}
-    for number, later in enumerate(trace.ops[: first.op + 1 if first.op >= 0 else None]):
-        if _works(case, later):
-            last_op[id(later.module)] = number
-    went = [module for module in sorted(last_op, key=lambda m: last_op[m], reverse=True) if module in places]
-    hurt = {
-        id(module)
-        for module in {id(c.module): c.module for c in trace.calls}.values()
-        if any(_is_hurt(case, parameter) for parameter in module.parameters(recurse=False))
-    }
-    return list(dict.fromkeys([born, *(places[module] for module in went if module in sent or module in hurt)]))
-
-
-def _is_hurt(case: Case, parameter: torch.Tensor) -> bool:
-    return case.gradient(parameter).bad is not None
+    before = trace.ops[: first.op + 1] if first.op >= 0 else trace.ops
+    workers = {id(module): module for op in reversed(before) if _works(case, op) and (module := _module(case, op))}
+    went = [
+        places[number]
+        for number, module in workers.items()
+        if number in places and (number in sent or any(case.gradient(p).bad for p in module.parameters(recurse=False)))
+    ]
+    return list(dict.fromkeys([born, *went]))
