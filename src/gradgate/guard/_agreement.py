@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import distributed
 
-from gradgate.guard._finite import FiniteCheck
+from gradgate._finite import FiniteCheck
 from gradgate.guard._shares import Share, Totals
 from gradgate.guard._state import TrainingState
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gradgate._finite import FiniteCheck
 from gradgate._snapshot import capture
 from gradgate._torch_compat import leaf_of, nodes_below, tree_flatten, tree_unflatten
 from gradgate.errors import TooManyBadSamples
@@ -17,7 +18,6 @@ from gradgate.guard._agreement import Alone
 from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
 from gradgate.guard._batches import BatchReader, Ids, Select, batch_dim_of, index_of
 from gradgate.guard._company import agreement_of, unwrapped
-from gradgate.guard._finite import FiniteCheck
 from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
 from gradgate.guard._judging import refuse_row, refuse_share, refused
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is

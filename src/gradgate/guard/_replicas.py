@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from gradgate._finite import FiniteCheck
 from gradgate._torch_compat import Replica, alone_in_replica, replica_obstacle, sync_buffers
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard._buckets import Buckets
-from gradgate.guard._finite import FiniteCheck
 from gradgate.guard._ranks import FAREWELL, Ranks
 from gradgate.guard._shares import WIDTH, Share, Totals
 from gradgate.guard._state import TrainingState

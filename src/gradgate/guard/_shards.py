@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from gradgate._finite import FiniteCheck
 from gradgate._torch_compat import alone_in_shards, reduce_shards
-from gradgate.guard._finite import FiniteCheck
 from gradgate.guard._ranks import Ranks
 from gradgate.guard._replicas import scale_and_add, signature
 from gradgate.guard._shares import WIDTH, Share, Totals

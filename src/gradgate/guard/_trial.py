@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+from gradgate._finite import FiniteCheck
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.guard._faults import Fault, must_pass
-from gradgate.guard._finite import FiniteCheck, non_finite_rows, tensors_in
+from gradgate.guard._finite import non_finite_rows, tensors_in
 from gradgate.guard._state import TrainingState
 from gradgate.records import Stage
 
