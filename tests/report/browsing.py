@@ -25,7 +25,9 @@ def chromium():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=executable(), args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         try:
             yield browser
         finally:
@@ -38,6 +40,7 @@ def opened(browser, address, *, size=(1280, 900), scheme="light", **more):
     context = browser.new_context(
         viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, timezone_id="UTC", locale="en-US", **more
     )
+    context.set_default_timeout(60_000)
     page = context.new_page()
     complaints, requests = [], []
     page.on(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from io import TextIOWrapper
 
 import click
@@ -56,6 +56,8 @@ def _show_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) 
     """Say the versions of gradgate, of torch if it is installed (it is not loaded for that), and of Python."""
     if not wanted or ctx.resilient_parsing:
         return
+    from importlib import metadata  # Here, because it costs more than everything else that `--help` needs.
+
     try:
         torch = f", torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:

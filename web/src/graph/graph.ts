@@ -16,6 +16,8 @@ export class GraphSection {
   private readonly canvas = h("div", { class: "canvas", role: "region", tabindex: "0", "aria-label": "Module graph; arrow keys move between modules, Enter opens one, minus closes the part around it" });
   private readonly about = h("div", { class: "about", "aria-live": "polite" });
   private readonly depth = h("output", { class: "number" });
+  private readonly skips = h("button", { type: "button", class: "quiet" });
+  private everyLine = false;
   private placed: Placed | null = null;
   private level: number;
   private zoom = 0;
@@ -48,12 +50,19 @@ export class GraphSection {
       button("Fit", "Fit", () => this.scale(0)),
       button("+", "Larger", () => this.scale(1.25)),
     );
-    return h("div", { class: "controls" }, h("div", { class: "control" }, depths && h("span", { class: "note" }, "Depth"), depths), h("div", { class: "control" }, h("span", { class: "note" }, "Size"), zooms));
+    this.skips.addEventListener("click", () => {
+      this.everyLine = !this.everyLine;
+      this.draw();
+    });
+    return h("div", { class: "controls" }, h("div", { class: "control" }, depths && h("span", { class: "note" }, "Depth"), depths, this.skips), h("div", { class: "control" }, h("span", { class: "note" }, "Size"), zooms));
   }
 
   draw(): void {
     const inside = this.canvas.contains(document.activeElement);
-    this.placed = place(this.grouping, this.room());
+    const { lines, skipped } = this.grouping.drawn(this.everyLine);
+    this.placed = place(this.grouping, lines, this.room());
+    this.skips.hidden = skipped === 0 && !this.everyLine;
+    this.skips.textContent = this.everyLine ? "Without the lines that skip modules" : `Also the ${plural(skipped, "line")} that ${skipped === 1 ? "skips" : "skip"} modules`;
     const picture = draw(this.placed, this.grouping.badPath());
     this.canvas.replaceChildren(picture);
     this.depth.textContent = `${this.level} of ${this.grouping.deepest}`;

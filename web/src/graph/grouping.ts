@@ -46,6 +46,38 @@ export function together(norms: Norm[]): Norm {
   return worst ?? (any ? Math.sqrt(sum) : null);
 }
 
+/** More lines than this for each box cannot be followed: sums of many modules, as in transformers, make them. */
+const DENSE = 1.5;
+
+/** Leave out a line if its start leads to the start of another one of its kind with the same end; if nothing comes back along it, of any kind. */
+function withoutSkips(lines: Line[]): Line[] {
+  const after = new Map<number, number[]>();
+  for (const line of lines) after.set(line.from, [...(after.get(line.from) ?? []), line.to]);
+  const reached = new Map<number, Set<number>>();
+  const reach = (start: number): Set<number> => {
+    let seen = reached.get(start);
+    if (seen) return seen;
+    reached.set(start, (seen = new Set()));
+    const waiting = [...(after.get(start) ?? [])];
+    for (let next = waiting.pop(); next !== undefined; next = waiting.pop()) {
+      if (seen.has(next)) continue;
+      seen.add(next);
+      waiting.push(...(after.get(next) ?? []));
+    }
+    return seen;
+  };
+  const kind = (line: Line): string => `${line.nonfinite} ${line.norm === null} ${line.cuts.map((cut) => cut.where).join()}`;
+  const silent = (line: Line): boolean => line.norm === null && !line.nonfinite && !line.cuts.length;
+  const ends = new Map<number, Line[]>();
+  for (const line of lines) ends.set(line.to, [...(ends.get(line.to) ?? []), line]);
+  const skips = (line: Line, other: Line): boolean =>
+    other.from !== line.from &&
+    (silent(line) || kind(line) === kind(other)) &&
+    reach(line.from).has(other.from) &&
+    !reach(other.from).has(line.from); // In a loop two starts lead to each other; then both stay.
+  return lines.filter((line) => !ends.get(line.to)!.some((other) => skips(line, other)));
+}
+
 export class Grouping {
   readonly opened = new Set<number>([ROOT]);
   readonly parents: number[];
@@ -146,7 +178,7 @@ export class Grouping {
     else if (learning.length > 0 && without.length === learning.length) state = "no_gradient";
     return {
       id: place,
-      title: module.name.split(".").pop() || "model",
+      title: this.titleOf(place),
       kind: module.kind,
       path: module.name,
       parent: this.parents[place]!,
@@ -158,6 +190,22 @@ export class Grouping {
       calls: module.calls,
       partly: without.length > 0 && without.length < learning.length,
     };
+  }
+
+  /** The name within the part around it: blocks.0, mlp. */
+  titleOf(place: number): string {
+    const name = this.graph.modules[place]!.name;
+    const outer = place === ROOT ? "" : this.graph.modules[this.parents[place]!]!.name;
+    return (outer && name.startsWith(`${outer}.`) ? name.slice(outer.length + 1) : name) || "model";
+  }
+
+  /** The lines to draw, and how many are left out: those that only skip over what the others go through. */
+  drawn(all: boolean): { lines: Line[]; skipped: number } {
+    const lines = this.lines();
+    const boxes = new Set(lines.flatMap((line) => [line.from, line.to])).size;
+    if (all || lines.length <= DENSE * boxes) return { lines, skipped: 0 };
+    const kept = withoutSkips(lines);
+    return { lines: kept, skipped: lines.length - kept.length };
   }
 
   lines(): Line[] {

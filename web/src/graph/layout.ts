@@ -34,9 +34,9 @@ export function labelOf(line: Line): string {
 }
 
 /** Down or across the screen: whichever can be seen larger. */
-export function place(grouping: Grouping, room: { width: number; height: number }): Placed {
-  const down = arrange(grouping, "TB");
-  const across = arrange(grouping, "LR");
+export function place(grouping: Grouping, lines: Line[], room: { width: number; height: number }): Placed {
+  const down = arrange(grouping, lines, "TB");
+  const across = arrange(grouping, lines, "LR");
   return scaleFor(across, room) > scaleFor(down, room) ? across : down;
 }
 
@@ -45,9 +45,8 @@ export function scaleFor(placed: Placed, room: { width: number; height: number }
   return Math.min(1, room.width / placed.width, room.height / placed.height);
 }
 
-function arrange(grouping: Grouping, direction: "TB" | "LR"): Placed {
+function arrange(grouping: Grouping, lines: Line[], direction: "TB" | "LR"): Placed {
   const boxes = grouping.boxes();
-  const lines = grouping.lines();
   const shown = new Set(boxes.map((box) => box.id));
   const framed = framesOf(grouping, boxes);
   const graph = new dagre.graphlib.Graph({ compound: framed.size > 0, multigraph: false, directed: true });
@@ -84,7 +83,7 @@ function collect(graph: any, boxes: Box[], lines: Line[], grouping: Grouping, fr
     }),
     frames: [...framed].map((id) => {
       const { x, y, width, height } = at(`frame ${id}`);
-      return { id, title: grouping.graph.modules[id]!.name, x, y: y - FRAME_HEAD / 2, width, height: height + FRAME_HEAD };
+      return { id, title: grouping.titleOf(id), x, y: y - FRAME_HEAD / 2, width, height: height + FRAME_HEAD };
     }),
     lines: lines
       .filter((line) => graph.hasEdge(String(line.from), String(line.to)))
