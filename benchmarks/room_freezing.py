@@ -14,8 +14,9 @@ TABLE = (50_000, 768)
 IDS = torch.randint(0, TABLE[0], (16, 128), generator=torch.Generator().manual_seed(0))
 
 
-def stepping(embedding: nn.Embedding, ids: torch.Tensor = IDS) -> Candidate:
+def stepping(embedding: nn.Embedding) -> Candidate:
     """One training step as users write it: zero_grad, forward, backward, AdamW."""
+    ids = IDS % embedding.num_embeddings
     optimizer = torch.optim.AdamW(embedding.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -78,14 +79,13 @@ def state_of_rows() -> dict[str, Candidate]:
 
 def growing(count: int) -> dict[str, Candidate]:
     """A table of so many rows: plain, half of it pinned, ten rows of it learning."""
-    ids = IDS % count
     plain, half, ten = (nn.Embedding(count, 64) for _ in range(3))
     gg.pin(half.weight, rows=torch.randperm(count)[: count // 2])
     gg.train_rows(ten, rows=range(10))
     return {
-        "plain": stepping(plain, ids),
-        "pin, half of the rows": stepping(half, ids),
-        "train_rows, 10": stepping(ten, ids),
+        "plain": stepping(plain),
+        "pin, half of the rows": stepping(half),
+        "train_rows, 10": stepping(ten),
     }
 
 

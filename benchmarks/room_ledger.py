@@ -78,6 +78,8 @@ def one_incident() -> dict[str, Candidate]:
     ledger = gg.Ledger(folder() / "one.ledger")
     lines = open(folder() / "one.jsonl", "a")  # noqa: SIM115 - open for the whole race
     by_hand = sqlite3.connect(folder() / "one.db", isolation_level=None)
+    atexit.register(lines.close)
+    atexit.register(by_hand.close)
     by_hand.execute("PRAGMA journal_mode = WAL")
     by_hand.execute("PRAGMA synchronous = NORMAL")
     by_hand.execute("CREATE TABLE t (id, text)")

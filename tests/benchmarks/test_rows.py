@@ -1,0 +1,62 @@
+"""Every row can run: each of its candidates once, on small data where the row lets us; no time is looked at."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import room_command_line, room_freezing, room_guard, room_ledger, room_masked
+from benchmarks.__main__ import all_rows
+
+ROWS = all_rows()
+APART = {"ranks"}  # joins a process group, so it gets a process of its own
+ROOMS = sorted({row.room for row in ROWS} - APART)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Shrink what is large, and put back what rows switch for the rest of their process."""
+    data, training, holding = room_masked.data, room_guard.training, room_ledger.holding
+    monkeypatch.setattr(room_masked, "data", lambda shape: data(tuple(min(n, 50) for n in shape)))
+    monkeypatch.setattr(
+        room_guard,
+        "training",
+        lambda kind, size, bad, *options: training(kind, min(size, 16), min(bad, 2), *options),
+    )
+    for room in (room_ledger, room_command_line):
+        monkeypatch.setattr(room, "holding", lambda count: holding(min(count, 1_000)))
+    monkeypatch.setattr(room_freezing, "TABLE", (200, 8))
+    monkeypatch.setattr(room_freezing, "IDS", room_freezing.IDS % 200)
+    logger = logging.getLogger("gradgate")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_row_runs(room, small):
+    for row in ROWS:
+        if row.room == room:
+            torch.manual_seed(0)
+            candidates = row.candidates()
+            assert {row.ours, row.base, *row.peers} <= candidates.keys(), row.name
+            for candidate in candidates.values():
+                candidate()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_rows_of_ranks_run():
+    code = (
+        "from benchmarks import room_ranks\n"
+        "if __name__ == '__main__':\n"
+        "    for row in room_ranks.ROWS:\n"
+        "        [candidate() for candidate in row.candidates().values()]\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
