@@ -28,6 +28,7 @@ from gradgate._torch_compat._modes import (
 )
 from gradgate._torch_compat._modules import (
     ModuleCall,
+    anything_compiled,
     buffers_of,
     innermost_call,
     is_compiled,
@@ -72,6 +73,7 @@ __all__ = [
     "Replica",
     "alone_in_replica",
     "alone_in_shards",
+    "anything_compiled",
     "apply_function",
     "assert_later",
     "bound_apply",

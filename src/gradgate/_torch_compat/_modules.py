@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -11,13 +12,14 @@ import torch
 from torch.nn.modules import module as module_hooks
 
 __all__ = [
-    "ModuleCall",
+    "anything_compiled",
     "buffers_of",
     "innermost_call",
     "is_compiled",
     "mixes_rows",
     "watched_modules",
     "without_compiled_wrappers",
+    "ModuleCall",
 ]
 
 
@@ -44,6 +46,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
         Whether it was.
     """
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def anything_compiled() -> bool:
+    """Tell whether torch.compile was called in this process; its machinery is loaded by optimizers, too."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -25,38 +25,40 @@ class BufferCopies:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._copies = [torch.empty_like(tensor) for tensor in tensors]
+        self._plain: list[torch.Tensor]
+        self._plain_copies: list[torch.Tensor]
+        self._others: list[torch.Tensor]
+        self._other_copies: list[torch.Tensor]
         self._lay_out()
 
     def take(self) -> None:
         """Copy the tensors as they are now."""
         if [tensor.data_ptr() for tensor in self._plain] != self._places:
             self._lay_out()  # somebody gave them other memory
-        for copy, tensor in self._bytes:
-            copy[:] = tensor
-        if self._others:
-            _copy_all(self._others)
+        for copied, seen in self._bytes:
+            copied[:] = seen
+        copy_tensors(self._other_copies, self._others)
+        for copy, tensor in self._lazy:
+            copy.copy_(tensor)
 
     def put_back(self) -> None:
-        """Write into the tensors what was copied last."""
+        """Write into the tensors what was copied last, and let autograd see it."""
         with torch.no_grad():
-            _copy_all(list(zip(self._tensors, self._copies, strict=True)))
+            copy_tensors(self._plain + self._others, self._plain_copies + self._other_copies)
+            for copy, tensor in self._lazy:
+                tensor.copy_(copy)
 
     def _lay_out(self) -> None:
         pairs = list(zip(self._copies, self._tensors, strict=True))
-        plain = [pair for pair in pairs if _lies_plainly(pair[1])]
-        self._others = [pair for pair in pairs if not _lies_plainly(pair[1])]
-        self._plain = [tensor for _, tensor in plain]
+        # A conjugate or a negative that is only marked as such cannot be written to together with others.
+        self._lazy = [(copy, tensor) for copy, tensor in pairs if tensor.is_conj() or tensor.is_neg()]
+        eager = [(copy, tensor) for copy, tensor in pairs if not (tensor.is_conj() or tensor.is_neg())]
+        self._plain, self._plain_copies, self._others, self._other_copies = [], [], [], []
+        for copy, tensor in eager:
+            (self._plain if _lies_plainly(tensor) else self._others).append(tensor)
+            (self._plain_copies if _lies_plainly(tensor) else self._other_copies).append(copy)
         self._places = [tensor.data_ptr() for tensor in self._plain]
-        self._bytes = [(_memory_of(copy), _memory_of(tensor)) for copy, tensor in plain]
-
-
-def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy to the first of each pair from the second, in one call as far as that is possible."""
-    lazy = [pair for pair in pairs if any(tensor.is_conj() or tensor.is_neg() for tensor in pair)]
-    for destination, source in lazy:
-        destination.copy_(source)
-    others = [pair for pair in pairs if not any(pair is other for other in lazy)]
-    copy_tensors([destination for destination, _ in others], [source for _, source in others])
+        self._bytes = list(zip(map(_memory_of, self._plain_copies), map(_memory_of, self._plain), strict=True))
 
 
 def _lies_plainly(tensor: torch.Tensor) -> bool:
@@ -66,7 +68,6 @@ def _lies_plainly(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and tensor.numel() > 0
-        and not (tensor.is_conj() or tensor.is_neg())
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from gradgate._finite import FiniteCheck
 from gradgate._snapshot import capture
-from gradgate._torch_compat import leaf_of, nodes_below, tree_flatten, tree_unflatten
+from gradgate._torch_compat import anything_compiled, is_compiled, leaf_of, nodes_below, tree_flatten, tree_unflatten
 from gradgate.errors import TooManyBadSamples
 from gradgate.guard._agreement import Alone
 from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
@@ -343,7 +342,7 @@ class Guard:
             reader=self._reader,
             batch=batch,
             size=size,
-            compiled="torch._dynamo" in sys.modules,
+            compiled=anything_compiled() or any(map(is_compiled, self._state.modules)),
             min_kept=self.min_kept,
             refuse=refuse,
             with_others=trial.walks_back and not isinstance(self._agreement, Alone),

@@ -12,7 +12,7 @@ import torch
 from gradgate._payload import LIMIT, encode
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import Fault
-from gradgate.guard._places import module_paths
+from gradgate.guard._places import module_path
 from gradgate.guard._recovery import Dropped
 from gradgate.guard._tables import incident_line
 from gradgate.ledger import Ledger
@@ -104,7 +104,7 @@ class Recorder:
     ids: Sequence[Any] | torch.Tensor | None
     losses: torch.Tensor | None
     common: dict[str, Any] = field(default_factory=dict)
-    _paths: dict[int, str] = field(default_factory=dict, init=False)
+    _paths: dict[torch.nn.Module, str] = field(default_factory=dict, init=False)
 
     def dropped(self, drops: Iterable[Dropped]) -> tuple[Incident, ...]:
         """Make the incidents of rows that were dropped, in the order of the rows."""
@@ -178,6 +178,6 @@ class Recorder:
     def _path(self, module: torch.nn.Module | None) -> str | None:
         if module is None:
             return None
-        if not self._paths:
-            self._paths = module_paths(self.modules)
-        return self._paths.get(id(module), type(module).__name__)
+        if module not in self._paths:
+            self._paths[module] = module_path(module, self.modules)
+        return self._paths[module]

@@ -11,7 +11,7 @@ import torch
 
 from gradgate._places import Line, nearest_line, written
 
-__all__ = ["definition_line", "module_paths", "raising_spot", "running_line"]
+__all__ = ["definition_line", "module_path", "raising_spot", "running_line"]
 
 
 def raising_spot(traceback: TracebackType | None) -> Line | None:
@@ -41,19 +41,19 @@ def definition_line(function: Callable[..., Any]) -> str | None:
     return None if line is None else written(line)
 
 
-def module_paths(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """Name modules as the user does.
+def module_path(sought: torch.nn.Module, roots: Sequence[torch.nn.Module]) -> str:
+    """Name a module as the user does.
 
     Args:
+        sought: The module.
         roots: The guarded modules.
 
     Returns:
-        The path of each module by its identity; a root has the name of its class.
+        Its path; the name of its class for a root, or where no root has it.
     """
-    paths: dict[int, str] = {}
     for number, root in enumerate(roots):
-        prefix = f"{number}." if len(roots) > 1 else ""
         for path, module in root.named_modules():
-            path = path.replace("_orig_mod.", "").removesuffix("_orig_mod")
-            paths.setdefault(id(module), f"{prefix}{path}" if path else type(module).__name__)
-    return paths
+            if module is sought:
+                path = path.replace("_orig_mod.", "").removesuffix("_orig_mod")
+                return f"{number}.{path}" if path and len(roots) > 1 else path or type(module).__name__
+    return type(sought).__name__
