@@ -88,7 +88,7 @@ def masked_loss(
     if not has_data(input, target, mask):
         return _standing_in(loss_fn, picking, input, target, more, kw, mask, weights, reduction, empty)
     if picking.ignored is not None and weights is None and reduction != "none":
-        left_out = mask.logical_not().reshape(-1).nonzero().squeeze(1)
+        left_out = mask.logical_not().flatten().nonzero().squeeze(1)
         if len(left_out) < mask.numel() and picking.finite_at(left_out, input):
             # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position
             # knows nothing of another's.
@@ -120,19 +120,22 @@ def _mask(
     weights: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Put all that leaves something out into one mask of the shape of the unreduced loss; None if nothing does."""
-    unreduced = torch.empty(picking.shape, device="meta")
     mask = None
     if keep is not None:
+        unreduced = torch.empty(picking.shape, device="meta")
         mask = check_keep(over_elements(keep, unreduced), _blank(keep, picking.shape), function="losses.masked_loss")
     if exclude is not None or picking.ignored is not None:
         values = [value for value in (exclude, picking.ignored) if value is not None]
         for value in values:
-            found = picking.over_loss(masked.valid(target.detach(), exclude=value))
+            # Labels and one number, the commonest case, need no look at what the dtype can hold.
+            plain = type(value) is int and target.dtype is torch.int64 and -(2**63) <= value < 2**63
+            taking_part = target != value if plain else masked.valid(target.detach(), exclude=value)
+            found = picking.over_loss(taking_part)
             mask = found if mask is None else mask & found
     if weights is not None:
         heavy = check_weights(weights, _blank(weights, picking.shape), function="losses.masked_loss").detach() != 0
         mask = heavy if mask is None else mask & heavy
-    return None if mask is None else mask.expand(picking.shape)
+    return mask if mask is None or mask.shape == picking.shape else mask.expand(picking.shape)
 
 
 def _blank(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -179,7 +179,7 @@ class _ByPosition(Picking):
         """Tell whether the scores at these positions are finite for certain; where those lie apart, look at all."""
         scores = input.detach()
         if scores.dim() == 2:  # a bag is the sum of some rows, without a copy of them
-            scores = functional.embedding_bag(rows, scores, rows.new_zeros(1), mode="sum")
+            scores = torch.embedding_bag(scores, rows, rows.new_zeros(1))[0]
         return math.isfinite(scores.sum().item())
 
     def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
