@@ -61,10 +61,10 @@ def test_garbage_that_is_left_out_changes_neither_value_nor_gradient(case, garba
     per_element, keep, weights = case
     shape = per_element.shape
     out = torch.zeros(shape, dtype=torch.bool)
-    if keep is not None:
-        out |= ~losses._reducing.over_elements(keep, per_element)
-    if weights is not None:
-        out |= losses._reducing.over_elements(weights, per_element) == 0
+    for each in (keep, weights):
+        if each is not None:
+            per_sample = each.reshape(-1, *[1] * (per_element.dim() - 1)) if each.shape != shape else each
+            out |= per_sample == 0
     clean = torch.where(out, 0, per_element).requires_grad_()
     dirty = torch.where(out, garbage, per_element).requires_grad_()
     results = [losses.reduce(x, keep=keep, weights=weights) for x in (clean, dirty)]
@@ -106,6 +106,23 @@ def test_nothing_kept():
 def test_one_answer_per_sample_is_about_samples_also_when_broadcasting_would_take_it_otherwise():
     square = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert losses.reduce(square, keep=torch.tensor([True, False])) == 1.5
+
+
+def test_one_answer_per_column_is_not_guessed():
+    x = torch.ones(2, 3)
+    for call in (
+        losses.reduce,
+        losses.huber,
+        lambda x, **kw: losses.masked_loss(torch.nn.functional.mse_loss, x, x, **kw),
+    ):
+        for wrong in ({"keep": torch.tensor([True, False, True])}, {"weights": torch.ones(3)}):
+            name = next(iter(wrong))
+            with pytest.raises(
+                gg.errors.ArgumentValueError,
+                match=rf"(?s)`{name}` has 3 values for 2 samples.*{name}={name}.expand\(2, 3\)",
+            ):
+                call(x, **wrong)
+    assert losses.reduce(x, keep=torch.tensor([True, False, True]).expand(2, 3)) == 1
 
 
 def test_wrong_masks_and_weights():

@@ -123,7 +123,8 @@ def _mask(
     mask = None
     if keep is not None:
         unreduced = torch.empty(picking.shape, device="meta")
-        mask = check_keep(over_elements(keep, unreduced), _blank(keep, picking.shape), function="losses.masked_loss")
+        each = over_elements(keep, unreduced, function="losses.masked_loss")
+        mask = check_keep(each, _blank(keep, picking.shape), function="losses.masked_loss")
     if exclude is not None or picking.ignored is not None:
         values = [value for value in (exclude, picking.ignored) if value is not None]
         for value in values:
@@ -144,7 +145,9 @@ def _blank(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _spread(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    spread: torch.Tensor = over_elements(weights, mask).expand(mask.shape)
+    spread: torch.Tensor = over_elements(weights, mask, name="weights", function="losses.masked_loss").expand(
+        mask.shape
+    )
     return spread
 
 

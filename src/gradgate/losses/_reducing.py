@@ -113,18 +113,31 @@ def divided(total: torch.Tensor, amount: torch.Tensor, empty: float) -> torch.Te
     return torch.where(some, total / torch.where(some, amount, 1), empty)
 
 
-def over_elements(each: Any, elements: torch.Tensor) -> Any:
+def over_elements(each: Any, elements: torch.Tensor, *, name: str = "keep", function: str) -> Any:
     """Line one value per sample up with losses that have more dimensions; leave everything else as it is.
 
     Args:
         each: A mask or weights, not checked yet.
         elements: The losses.
+        name: The argument's name in the signature.
+        function: The public function that was called.
 
     Returns:
         The same, of shape (n, 1, ...) if it was (n,).
+
+    Raises:
+        ArgumentValueError: It has one value for each column instead; broadcasting would take that without a word.
     """
-    if isinstance(each, torch.Tensor) and each.dim() == 1 and elements.dim() > 1 and len(each) == len(elements):
+    if not isinstance(each, torch.Tensor) or each.dim() != 1 or elements.dim() < 2:
+        return each
+    if len(each) == len(elements):
         return each.reshape(-1, *[1] * (elements.dim() - 1))
+    if len(each) > 1 and len(each) == elements.shape[-1]:
+        raise ArgumentValueError(
+            f"{function}(): `{name}` has {len(each)} values for {len(elements)} samples.",
+            why=f"a loss of shape {tuple(elements.shape)} takes one value for each sample, or one for each element.",
+            fix=f"{name}={name}.expand({', '.join(map(str, elements.shape))})   # if it is about the last dimension",
+        )
     return each
 
 
@@ -136,7 +149,7 @@ def _sum_and_amount(
             (), per_element.numel(), dtype=per_element.dtype, device=per_element.device
         )
     if keep is not None and weights is None:
-        mask = check_keep(over_elements(keep, per_element), per_element, function=function)
+        mask = check_keep(over_elements(keep, per_element, function=function), per_element, function=function)
         amount = mask.expand(per_element.shape).sum().to(per_element.dtype)
         return masked.sum(per_element, keep=mask), amount
     weighed, weights_kept = _weighed(per_element, keep, weights, function=function)
@@ -147,7 +160,11 @@ def _weighed(
     per_element: torch.Tensor, keep: torch.Tensor | None, weights: torch.Tensor | None, *, function: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Give weight x loss, 0 where left out, and the weights, 0 where left out."""
-    mask = None if keep is None else check_keep(over_elements(keep, per_element), per_element, function=function)
+    mask = (
+        None
+        if keep is None
+        else check_keep(over_elements(keep, per_element, function=function), per_element, function=function)
+    )
     if weights is None:
         ones = torch.ones((), dtype=per_element.dtype, device=per_element.device)
         return per_element if mask is None else torch.where(mask, per_element, 0), ones
@@ -180,4 +197,5 @@ def check_weights(weights: torch.Tensor, per_element: torch.Tensor, *, function:
             why="a weight says how much a loss counts.",
             fix="weights=weights.abs()",
         )
-    return check_fits(over_elements(weights, per_element), per_element, name="weights", function=function)
+    each = over_elements(weights, per_element, name="weights", function=function)
+    return check_fits(each, per_element, name="weights", function=function)

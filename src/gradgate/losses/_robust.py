@@ -379,7 +379,8 @@ def _without_left_out(
 ) -> torch.Tensor:
     """Put 0 where something is left out, before anything is computed from it: no NaN goes in, none comes back."""
     if keep is not None:
-        residual = torch.where(check_keep(over_elements(keep, residual), residual, function=function), residual, 0)
+        mask = check_keep(over_elements(keep, residual, function=function), residual, function=function)
+        residual = torch.where(mask, residual, 0)
     if weights is not None:
         residual = torch.where(check_weights(weights, residual, function=function) != 0, residual, 0)
     return residual
