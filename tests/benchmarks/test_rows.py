@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import room_command_line, room_freezing, room_guard, room_ledger, room_masked
+from benchmarks import cited, room_command_line, room_freezing, room_guard, room_ledger, room_masked
 from benchmarks.__main__ import all_rows
 
 ROWS = all_rows()
@@ -46,6 +46,13 @@ def test_every_row_runs(room, small):
             assert {row.ours, row.base, *row.peers} <= candidates.keys(), row.name
             for candidate in candidates.values():
                 candidate()
+
+
+def test_a_quick_run_has_every_row_that_a_page_cites():
+    quick = {row.title for row in ROWS if row.quick}
+    cited_rows = {match[1] for path in cited.PAGES for match in cited.MARK.finditer(path.read_text())}
+    assert cited_rows
+    assert cited_rows <= quick
 
 
 @pytest.mark.slow
