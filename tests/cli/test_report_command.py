@@ -66,7 +66,9 @@ def test_to_the_standard_output(path):
         (["{path}", "--diagnosis", "nothing.json"], 1, "nothing.json cannot be read: No such file or directory."),
         (["{path}", "--diagnosis", "{path}"], 1, "is not JSON"),
         (["{path}", "--diagnosis", "list.json"], 1, "list.json is not a diagnosis."),
+        (["{path}", "--diagnosis", "object.json"], 1, "`diagnosis` has no list of findings"),
         (["{path}", "--port", "99999", "--serve"], 2, "99999 is not in the range"),
+        (["{path}", "--port", "8000"], 2, "--port goes with --serve."),
         ([], 2, "Missing argument 'LEDGER'"),
         (["list.json"], 1, "not even an SQLite file"),
     ],
@@ -74,6 +76,7 @@ def test_to_the_standard_output(path):
 )
 def test_what_cannot_be_done_is_told_without_a_traceback(path, arguments, code, words):
     (path.parent / "list.json").write_text("[1, 2, 3]")
+    (path.parent / "object.json").write_text('{"findings": [7]}')
     output = run("report", *(argument.format(path=path) for argument in arguments), code=code)
     assert words in output.replace(f"{path.parent}/", "")
     assert "Traceback" not in output

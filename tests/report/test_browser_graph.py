@@ -74,6 +74,16 @@ def test_odd_graphs_are_drawn(show, edges, path):
         assert "a Linear" in page.locator("#graph .about").inner_text()
 
 
+@pytest.mark.parametrize("graph", [{"modules": [1]}, {"modules": [module("", "Net")], "edges": [edge(7, 9, 1.0)]}])
+def test_a_part_that_cannot_be_drawn_does_not_cost_the_others(browser, tmp_path, graph):
+    path = tmp_path / "page.html"
+    path.write_text(render_page(diagnosis=diagnosis(graph=graph)))
+    with opened(browser, path.as_uri()) as page:
+        assert page.get_by_text("This part cannot be shown").is_visible()
+        assert page.locator(".finding").count() == 1
+        assert page.locator(".strip").count() > 1
+
+
 def test_a_model_that_is_one_module(show):
     with show([module("", "Linear", 3, 1.0)], [edge(-1, 0, None), edge(0, -2, 1.0)], layers=[]) as page:
         assert page.locator("[data-box='0']").get_attribute("aria-label").startswith("model, Linear")

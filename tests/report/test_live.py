@@ -2,6 +2,7 @@
 
 import http.client
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -146,6 +147,18 @@ def test_a_ledger_that_goes_away_is_told_and_comes_back(view, writer):
     assert b"there is no ledger" in answer[2]
     away.rename(writer.path)
     assert samples(view) == ["first"]
+
+
+def test_a_browser_that_goes_away_is_not_worth_a_word(view, capfd):
+    for _ in range(5):
+        connection = socket.create_connection(("127.0.0.1", view._server.server_address[1]))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        port = view._server.server_address[1]
+        connection.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode() * 20)
+        connection.close()
+    assert ask(view)[0] == 200
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
 
 
 def test_only_this_machine_can_reach_it(view):

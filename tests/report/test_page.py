@@ -146,9 +146,18 @@ def test_what_cannot_be_shown_is_told(ledger, tmp_path):
         render_page()
     with pytest.raises(ArgumentValueError, match="`diagnosis` has no list of findings"):
         render_page(diagnosis={"no": "findings"})
+    for odd in ({"findings": [1]}, {"findings": [{"code": "GG101"}]}, {"findings": None}):
+        with pytest.raises(ArgumentValueError, match="each with a code, a severity and a title"):
+            render_page(diagnosis=odd)
     with pytest.raises(ArgumentValueError, match=r"run\.ledger is the ledger itself"):
         write_page(ledger.path, ledger)
     assert len(ledger.incidents()) == 3
+
+
+def test_what_a_finding_does_not_say_is_empty():
+    short = {"code": "GG101", "severity": "error", "title": "cut"}
+    (finding,) = data_of(render_page(diagnosis={"findings": [short]}))["diagnosis"]["findings"]
+    assert finding == {**gg.Finding(**short).to_dict(), "samples": [], "also": []}
 
 
 def test_a_page_is_replaced_in_one_go(ledger, tmp_path):

@@ -2,7 +2,7 @@
 
 import type { LedgerData } from "./data";
 import { copyButton, h } from "./dom";
-import { count, moment, short, visible } from "./format";
+import { count, moment, quoted, short, visible } from "./format";
 import { preview } from "./preview";
 
 export function details(ledger: LedgerData, row: number): HTMLElement {
@@ -31,7 +31,7 @@ export function details(ledger: LedgerData, row: number): HTMLElement {
   const known = facts.filter((fact): fact is [string, string] => fact[1] !== null && fact[1] !== "");
   const extra = text.details.at(row);
   const stored = ledger.previewOf.get(row);
-  const command = `gradgate ledger show ${ledger.name} ${id}`;
+  const command = `gradgate ledger show ${quoted(ledger.name)} ${quoted(visible(id))}`;
   return h(
     "div",
     { class: "details-body" },

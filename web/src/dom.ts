@@ -1,5 +1,7 @@
 // Elements are made here and nowhere else, and text becomes a text node: nothing that a ledger holds is ever markup.
 
+import { visible } from "./format";
+
 type Child = Node | string | number | null | undefined | false;
 type Attributes = Record<string, string | number | boolean | null | undefined>;
 
@@ -54,8 +56,9 @@ export function empty(title: string, text: string, code = ""): HTMLElement {
   );
 }
 
-/** A button that copies a text, and says that it did. */
-export function copyButton(text: string, label: string): HTMLButtonElement {
+/** A button that copies a text as it is seen, and says that it did. */
+export function copyButton(seen: string, label: string): HTMLButtonElement {
+  const text = visible(seen);
   const button = h("button", { type: "button", class: "copy", "aria-label": label }, "Copy");
   button.addEventListener("click", async (event) => {
     event.stopPropagation();

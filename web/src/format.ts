@@ -50,6 +50,9 @@ export function duration(milliseconds: number): string {
 /** The class of an exception without its module. */
 export const classOf = (name: string | null): string => (name ?? "").split(".").pop() ?? "";
 
+/** A word of a command line: quoted where a shell would read more into it. */
+export const quoted = (word: string): string => (/^[\w.\/@%+=:,-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`);
+
 /** Control characters and those that turn the direction of the text, made visible. */
 export function visible(text: string): string {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g, (c) => {

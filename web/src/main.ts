@@ -1,7 +1,7 @@
 // The page: built once from its data, and brought up to date while a training runs.
 
-import { embedded, type PageData } from "./data";
-import { h } from "./dom";
+import { embedded, type Diagnosis, type PageData } from "./data";
+import { empty, h, section } from "./dom";
 import { findingsSection } from "./findings";
 import { moment, visible } from "./format";
 import { GraphSection } from "./graph/graph";
@@ -34,15 +34,7 @@ class Page {
   private build(data: PageData): void {
     const sections: HTMLElement[] = [(this.summary = summarySection(data))];
     const after: (() => void)[] = [];
-    if (data.diagnosis) {
-      sections.push(findingsSection(data.diagnosis));
-      if (data.diagnosis.graph?.modules.length) {
-        const graph = new GraphSection(data.diagnosis.graph, data.diagnosis);
-        sections.push(graph.element);
-        after.push(() => graph.draw());
-      }
-      if (data.diagnosis.layers) sections.push(layersSection(data.diagnosis.layers));
-    }
+    if (data.diagnosis) sections.push(...diagnosisSections(data.diagnosis, after));
     if (data.ledger) {
       this.selection = new Selection(data.ledger);
       this.table = new IncidentTable(this.selection);
@@ -90,6 +82,35 @@ class Page {
       h("div", { class: "head-side" }, this.live?.element, themeButton()),
     );
   }
+}
+
+/** The parts about a step; one that cannot be drawn, from a file that was changed by hand, does not cost the others. */
+function diagnosisSections(diagnosis: Diagnosis, after: (() => void)[]): HTMLElement[] {
+  const made: HTMLElement[] = [];
+  const instead = (title: string, error: unknown): HTMLElement => section("odd", title, "", empty("This part cannot be shown", String(error)));
+  const attempt = (title: string, make: () => HTMLElement | null): void => {
+    try {
+      const part = make();
+      if (part) made.push(part);
+    } catch (error) {
+      made.push(instead(title, error));
+    }
+  };
+  attempt("Findings", () => findingsSection(diagnosis));
+  attempt("Gradient flow", () => {
+    if (!diagnosis.graph?.modules.length) return null;
+    const graph = new GraphSection(diagnosis.graph, diagnosis);
+    after.push(() => {
+      try {
+        graph.draw();
+      } catch (error) {
+        graph.element.replaceWith(instead("Gradient flow", error));
+      }
+    });
+    return graph.element;
+  });
+  attempt("Gradient norm per layer", () => (diagnosis.layers ? layersSection(diagnosis.layers) : null));
+  return made;
 }
 
 function foot(data: PageData): HTMLElement {

@@ -229,7 +229,7 @@ export class IncidentTable {
       button.addEventListener("click", () => this.selection.narrow(clear));
       chips.push(button);
     };
-    if (filter.sample !== null) chip(`sample ${visible(filter.sample)}`, { sample: null });
+    if (filter.sample !== null) chip(`sample ${visible(filter.sample.slice(0, 80))}`, { sample: null });
     if (filter.range) {
       const { axis, low, high } = filter.range;
       chip(axis === "time" ? `${moment(low)} to ${moment(high)}` : `steps ${count(Math.ceil(low))} to ${count(Math.floor(high))}`, { range: null });

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from gradgate.errors import ArgumentValueError
+from gradgate.records import Finding
 from gradgate.report._book import Book
 from gradgate.report._columns import plain
 from gradgate.report._incidents import gather
 
-__all__ = ["pack", "policy", "render_page", "write_page"]
+__all__ = ["assemble", "pack", "policy", "render_page", "title_of", "write_page"]
 
 _FOLDER = Path(__file__).with_name("page")
 _FORMAT = 1
+_NAMED = {"code", "severity", "title"}
 
 
 def render_page(ledger: Book | None = None, diagnosis: Mapping[str, Any] | None = None, *, name: str = "") -> str:
@@ -50,7 +52,7 @@ def render_page(ledger: Book | None = None, diagnosis: Mapping[str, Any] | None 
         '<!doctype html>'
     """
     data = pack(ledger, diagnosis, name=name)
-    return assemble(base64.b64encode(data).decode(), title=_title(ledger, name))
+    return assemble(base64.b64encode(data).decode(), title=title_of(ledger, name))
 
 
 def write_page(
@@ -119,22 +121,34 @@ def pack(ledger: Book | None, diagnosis: Mapping[str, Any] | None, *, name: str 
             why="a page shows one of them, or both.",
             fix='render_page(gg.Ledger("run.ledger", read_only=True))',
         )
-    if diagnosis is not None and not isinstance(diagnosis.get("findings"), list):
+    if diagnosis is not None and not _is_diagnosis(diagnosis):
         raise ArgumentValueError(
-            "render_page(): `diagnosis` has no list of findings.",
+            "render_page(): `diagnosis` has no list of findings, each with a code, a severity and a title.",
             why="it is what `Diagnosis.to_dict` gives.",
             fix="render_page(diagnosis=gg.diagnose(step).to_dict())",
         )
-    name = _title(ledger, name)
+    name = title_of(ledger, name)
     data = {
         "format": _FORMAT,
         "made": time.time(),
         "gradgate": _version(),
         "name": name,
         "ledger": None if ledger is None else gather(ledger, name),
-        "diagnosis": None if diagnosis is None else plain(dict(diagnosis)),
+        "diagnosis": None if diagnosis is None else _whole(diagnosis),
     }
     return zlib.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), 6)
+
+
+def _is_diagnosis(told: Mapping[str, Any]) -> bool:
+    findings = told.get("findings")
+    return isinstance(findings, list) and all(isinstance(one, dict) and one.keys() >= _NAMED for one in findings)
+
+
+def _whole(diagnosis: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a diagnosis as plain values, with everything that a page asks of its findings."""
+    findings = [{**Finding(**{name: one[name] for name in _NAMED}).to_dict(), **one} for one in diagnosis["findings"]]
+    told: dict[str, Any] = plain({**diagnosis, "findings": findings})
+    return told
 
 
 def assemble(data: str, *, title: str, live: bool = False) -> str:
@@ -206,6 +220,7 @@ def _digest(name: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(_part(name).encode()).digest()).decode()
 
 
-def _title(ledger: Book | None, name: str) -> str:
+def title_of(ledger: Book | None, name: str = "") -> str:
+    """Give the name of a page: the one it was given, else that of the ledger's file, else what it is about."""
     path = getattr(ledger, "path", None)
     return name or (Path(path).name if path is not None else "ledger" if ledger is not None else "diagnosis")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 from gradgate.errors import GradgateError, LedgerError
 from gradgate.report._book import Book
-from gradgate.report._page import assemble, pack, policy
+from gradgate.report._page import assemble, pack, policy, title_of
 
 __all__ = ["LiveView"]
 
@@ -100,8 +101,7 @@ class _Source:
 
     @property
     def title(self) -> str:
-        path = getattr(self._ledger, "path", None)
-        return "ledger" if path is None else os.path.basename(path)
+        return title_of(self._ledger)
 
     def data(self) -> tuple[str, bytes]:
         """Give the data of now, and a name for this state of it."""
@@ -132,6 +132,11 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     source: _Source
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that went away in the middle of an answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
