@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 import gradgate as gg
 from benchmarks.harness import Growth, Row
+from gradgate._torch_compat import find_non_finite
 
 BATCHES = (64, 256, 1024)
 
@@ -158,13 +161,62 @@ def recipe_step(model, optimizer, batch, loss_fn, search, backward):
     optimizer.step()
 
 
+def checked_step(optimizer, batch, loss_fn, parameters, found, one):
+    """Make a plain step that only looks at its gradients, in one fused pass with one read: no guard does less."""
+    optimizer.zero_grad()
+    loss_fn(batch).backward()
+    find_non_finite([p.grad for p in parameters], found, one)
+    found.item()
+    optimizer.step()
+
+
+def attempt(loss_fn, batch, recording):
+    """Try a batch that fails."""
+    with torch.set_grad_enabled(recording), suppress(ValueError):
+        loss = loss_fn(batch)
+        if recording and loss.isfinite():
+            loss.backward()
+
+
+def known_step(optimizer, batch, loss_fn, look=None):
+    """Make the step of somebody who knows the bad rows: the failed try, perhaps a look, and the step without them.
+
+    It puts nothing back, finds nothing and writes nothing down: no guard can take less.
+    """
+    optimizer.zero_grad()
+    attempt(loss_fn, batch, recording=True)
+    if look is not None:
+        look()
+        optimizer.zero_grad()
+    rows = (batch[2] == 0).nonzero().flatten()
+    loss_fn([leaf[rows] for leaf in batch]).backward()
+    optimizer.step()
+
+
+def least_tests(module, hidden, marks):
+    """Run as many tests of a module as any search by passing and failing groups needs: log2 of all possible answers."""
+    bad, good = ((marks == mark).nonzero().flatten() for mark in (1e7, 0))
+    count = math.ceil(math.log2(math.comb(len(marks), len(bad))))
+    group = good[: max(2, round(0.7 * len(marks) / len(bad)))]
+    groups = [torch.cat([group[1:], bad[:1]]) if number % 2 else group for number in range(count)]
+
+    def look():
+        for rows in groups:
+            with torch.no_grad(), suppress(ValueError):
+                module(hidden[rows])
+
+    return look
+
+
 def healthy(kind, size):
     """A clean batch, plain and guarded."""
     model, optimizer, batch, loss_fn = training(kind, size, 0, nn.Identity())
     guard = gg.Guard(model)
+    flags = torch.zeros(1), torch.ones(1)
     return {
         "plain": partial(plain_step, optimizer, batch, loss_fn),
         "guarded": partial(guarded_step, guard, optimizer, batch, loss_fn),
+        "limit: gradients checked": partial(checked_step, optimizer, batch, loss_fn, list(model.parameters()), *flags),
     }
 
 
@@ -183,6 +235,13 @@ def faulty(kind, size, bad, fault, in_body=False, backward=False):
     if can_wait_for_one_by_one(kind, size):
         recipe = partial(recipe_step, model, optimizer, batch, loss_fn, search_one_by_one, backward)
         candidates["one by one"] = recipe
+    known = candidates["limit: known rows"] = partial(known_step, optimizer, batch, loss_fn)
+    if isinstance(model.fault, Picky):
+        with torch.no_grad():
+            hidden = model.front(batch[0]) + batch[2].reshape(-1, *[1] * (len(batch[0].shape) - 1))
+        candidates["limit: least tests"] = partial(known, look=least_tests(model.fault, hidden, batch[2]))
+    else:
+        candidates["limit: one more look"] = partial(known, look=partial(attempt, loss_fn, batch, recording=backward))
     return candidates
 
 

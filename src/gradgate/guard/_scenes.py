@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradgate._torch_compat import ModuleCall, write_mark
-from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, select_rows
+from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, taking
 from gradgate.guard._faults import Fault, must_pass
 from gradgate.guard._finite import leaves_in, non_finite_rows, tensors_in
 from gradgate.guard._observer import Enough
@@ -166,19 +166,10 @@ class Scenes:
         return outcome.fault is not None or 1 in non_finite_rows(tensors_in(outcome.value), 2, self.batch_dim)
 
     def _taking(self, call: ModuleCall) -> Callable[[torch.Tensor], tuple[list[Any], dict[str, Any]]]:
-        """Make a function that takes rows of the arguments of a call; it is called often, so it is told all it can."""
-        size, dim = self.size, self.batch_dim
-        only = call.args[0] if len(call.args) == 1 and not call.kwargs else None
-        if isinstance(only, torch.Tensor) and only.is_cpu and only.is_contiguous():
-            along = batch_dim_of(only, size, dim)
-            if along is not None:
-                return lambda index: ([only.index_select(along, index)], {})
-
-        def take(index: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
-            args = [select_rows(value, index, size, dim) for value in call.args]
-            return args, {key: select_rows(value, index, size, dim) for key, value in call.kwargs.items()}
-
-        return take
+        """Make a function that takes rows of the arguments of a call."""
+        args = [taking(value, self.size, self.batch_dim) for value in call.args]
+        kwargs = {key: taking(value, self.size, self.batch_dim) for key, value in call.kwargs.items()}
+        return lambda index: ([take(index) for take in args], {key: take(index) for key, take in kwargs.items()})
 
     def _verdict(self, rows: Group, fault: Fault, outcome: Outcome) -> Verdict:
         if outcome.fault is None:

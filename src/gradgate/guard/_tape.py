@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradgate._torch_compat import tree_flatten, tree_unflatten
-from gradgate.guard._batches import batch_dim_of, select_rows
+from gradgate.guard._batches import batch_dim_of, taking
 from gradgate.guard._observer import Answer, Enough
 
 __all__ = ["Tape"]
@@ -31,11 +31,10 @@ class Tape:
     """
 
     def __init__(self, answers: Sequence[Answer], size: int, batch_dim: int) -> None:
-        self._size = size
         self._batch_dim = batch_dim
-        self._by_module: dict[torch.nn.Module, list[Any]] = {}
+        self._by_module: dict[torch.nn.Module, list[Callable[[torch.Tensor], Any]]] = {}
         for answer in answers:
-            self._by_module.setdefault(answer.module, []).append(answer.output)
+            self._by_module.setdefault(answer.module, []).append(taking(answer.output, size, batch_dim))
         self.usable = all(answer.is_untouched() for answer in answers)
         self.rewind(torch.empty(0, dtype=torch.int64))
 
@@ -83,13 +82,13 @@ class Tape:
         self._answered = dict.fromkeys(self._by_module, 0)
 
     def _answer(self, module: torch.nn.Module, forward: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
-        outputs, number = self._by_module[module], self._answered[module]
-        if number == len(outputs):
+        takes, number = self._by_module[module], self._answered[module]
+        if number == len(takes):
             if forward is None:
                 raise Enough
             return forward(*args, **kwargs)
         self._answered[module] += 1
-        taken = select_rows(outputs[number], self._index, self._size, self._batch_dim)
+        taken = takes[number](self._index)
         return taken if self._leaves is None else self._as_leaves(taken, self._leaves)
 
     def _as_leaves(self, tree: Any, leaves: list[torch.Tensor]) -> Any:
