@@ -84,3 +84,9 @@ with gg.watch(last, None, on_bad="skip") as watch, gg.trace(last) as traced:
     loss: torch.Tensor = watch.step(lambda: last(x).mean())
 told: str = traced.diagnosis.to_json()
 gg.testing.assert_learns(last, x, lambda batch: last(batch).mean(), steps=3)
+
+book: gg.report.Book = gg.Ledger("run.ledger", read_only=True)
+page: str = gg.report.render_page(book, diagnosis.to_dict(), name="night")
+page_size: int = gg.report.write_page("report.html", book)
+with gg.report.LiveView(gg.Ledger("run.ledger", read_only=True), port=8000) as view:
+    address: str = view.url

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 import gradgate as gg
 from gradgate.cli import main
 from gradgate.cli.demo._data import FAULTS, load
+from tests.report.reading import data_of
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,12 @@ def test_the_guarded_training_is_the_one_without_the_broken_samples(tmp_path):
     assert answer["ways"]["c"]["samples_lost"] == len(answer["broken"])
     assert answer["ways"]["c"]["accuracy"] == answer["ways"]["d"]["accuracy"] > 0.5
     assert answer["replayed"]["verdict"] == "same"
+    page = data_of(Path(answer["report"]).read_text())
+    assert page["ledger"]["total"] == len(answer["broken"])
+    assert page["ledger"]["previews"]["of"]
+    assert page["diagnosis"]["findings"][0]["code"] == "GG403"
+    assert "_ways.py:" in page["diagnosis"]["findings"][0]["where"]
+    assert any(edge["nonfinite"] for edge in page["diagnosis"]["graph"]["edges"])
     with gg.Ledger(tmp_path / "demo.ledger", read_only=True) as ledger:
         raised = [incident for incident in ledger.incidents() if incident.exception_type == "ValueError"]
     assert all("_ways.py:" in incident.where for incident in raised)
@@ -46,6 +54,7 @@ def test_again_in_the_same_folder_and_with_nothing_broken(tmp_path):
         done = demo("--epochs", "1", "--bad-fraction", "0", "--seed", "3", "--out", str(tmp_path))
         assert done.exit_code == 0, done.output
     assert "None is broken." in done.output
+    assert f"All of it on one page: {tmp_path / 'report.html'}" in done.output
     assert "yes  (c) ended with the weights and statistics of (d), bit for bit." in done.output
     assert sorted(file.name for file in tmp_path.iterdir()) == ["demo.ledger", "report.html"]
 
