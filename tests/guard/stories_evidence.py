@@ -1,22 +1,26 @@
 """Two ranks: one ledger for all, batches until the last rank is done, and a rank that only looks."""
 
-import tempfile
-
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradgate as gg
 from gradgate._payload import decode
-from tests.guard.rank_nets import NAN, RAISES, check_union, data, good, loss_of, marked, network, raised_by, replica
+from tests.guard.rank_nets import (
+    NAN,
+    RAISES,
+    check_union,
+    data,
+    good,
+    loss_of,
+    marked,
+    network,
+    raised_by,
+    replica,
+    shared_folder,
+)
 from tests.guard.ranks import same_everywhere
 from tests.guard.stories_replicas import Kept
-
-
-def shared_folder(rank):
-    folder = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    return folder[0]
 
 
 def incidents_of_all_ranks_reach_one_ledger(rank):

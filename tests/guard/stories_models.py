@@ -225,6 +225,26 @@ def a_group_of_ones_own_and_several_modules(rank):
         torch.testing.assert_close(a, p.grad)
 
 
+def parameters_of_nobody_stay_local(rank):
+    """A parameter that no module owns is in no wrapper: DDP does not reduce it, and neither does the guard."""
+    model = replica()
+    factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+    batches = marked(data([4, 4]), rank_1={0: NAN})
+    gg.Guard(model).step(batches[rank], lambda x: (factor * model(x)).square().mean())
+    check_union(model.module, good(batches))
+    own = batches[rank][batches[rank][:, 0] == 0]
+    torch.testing.assert_close(factor.grad, 2 * model.module(own).square().mean().detach())
+
+
+def compiled_models_and_losses_of_each_sample(rank):
+    inner = replica()
+    model = torch.compile(inner, backend="eager")
+    batches = marked(data([4, 5]), rank_0={3: NAN})
+    step = gg.Guard(model).step(batches[rank], lambda x: model(x).square().squeeze(1))
+    assert len(step.losses) == len(step.kept) == [3, 5][rank]
+    check_union(inner.module, good(batches))
+
+
 def a_plain_model_in_a_group_stays_alone(rank):
     """Nothing is reduced, as without the guard; incidents know the rank."""
     model = nn.Linear(3, 1)
@@ -288,6 +308,8 @@ STORIES = [
     a_scale_that_overflows_on_one_rank_is_lowered_on_all,
     buffers_are_those_of_the_first_rank,
     a_group_of_ones_own_and_several_modules,
+    parameters_of_nobody_stay_local,
+    compiled_models_and_losses_of_each_sample,
     a_plain_model_in_a_group_stays_alone,
     what_is_refused,
     what_is_refused_when_it_is_used,

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import gradgate as gg
 from gradgate.errors import OtherRankError
@@ -21,6 +22,7 @@ from tests.guard.rank_nets import (
     marked,
     network,
     raised_by,
+    shared_folder,
     whole,
 )
 from tests.guard.stories_models import branches
@@ -169,6 +171,26 @@ def shards_on_a_mesh_of_two_dimensions(rank):
     check_union(model, good(batches))
 
 
+def shards_give_no_snapshot(rank):
+    folder = shared_folder(rank)
+    sink = gg.Ledger(f"{folder}/run.ledger", snapshot=True) if rank == 0 else None
+    model = sharded()
+    guard = gg.Guard(model, ledger=sink)
+    batches = marked(data([4, 4]), rank_0={1: NAN}, rank_1={2: RAISES})
+    guard.step(batches[rank], loss_of(model))
+    check_union(model, good(batches))
+    if rank == 0:
+        assert [sink.snapshot_of(one.id) for one in sink.incidents()] == [None, None]
+
+
+def shards_split_by_tensor_parallelism_are_refused(rank):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    error = raised_by(lambda: gg.Guard(fully_shard(model, mesh=mesh["data"])))
+    assert type(error) is gg.errors.ArgumentTypeError
+    assert "split by tensor parallelism" in str(error)
+
+
 STORIES = [
     shards_with_unequal_counts,
     shards_with_a_fault_on_one_rank,
@@ -180,4 +202,6 @@ STORIES = [
     shards_whose_parameters_only_one_rank_uses,
     shards_are_looked_at_without_a_backward,
     shards_on_a_mesh_of_two_dimensions,
+    shards_give_no_snapshot,
+    shards_split_by_tensor_parallelism_are_refused,
 ]

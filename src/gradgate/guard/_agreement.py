@@ -18,6 +18,8 @@ __all__ = ["Agreement", "Alone", "in_a_group"]
 class Agreement(Protocol):
     """Asked by the guard; every process of a training asks the same questions in the same order."""
 
+    has_whole_weights: bool
+
     @property
     def rank(self) -> int:
         """The number of this process."""
@@ -56,6 +58,8 @@ class Agreement(Protocol):
 
 class Alone:
     """The agreement of one process: it does what it finds right. In a process group it still knows its number."""
+
+    has_whole_weights = True
 
     @property
     def rank(self) -> int:

@@ -350,7 +350,7 @@ class Guard:
 
     def _snapshot(self, wishes: Wishes) -> bytes | None:
         """Take weights, buffers and random state as they were before the step, if somebody wants to have them."""
-        if wishes.snapshot is None:
+        if wishes.snapshot is None or not self._agreement.has_whole_weights:
             return None
         self._state.restore()
         model = self._modules[0] if len(self._modules) == 1 else torch.nn.ModuleList(self._modules)

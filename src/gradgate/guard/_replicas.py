@@ -31,6 +31,8 @@ class Replicas(Ranks):
         replicas: The models in DistributedDataParallel, all with the same process group.
     """
 
+    has_whole_weights = True
+
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = list(replicas)
         super().__init__(replicas[0].process_group, next(iter(replicas[0].parameters())).device)

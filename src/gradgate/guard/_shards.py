@@ -28,6 +28,8 @@ class Shards(Ranks):
         state: Knows parameters; asked to look again when they are whole.
     """
 
+    has_whole_weights = False  # between steps; and `state_dict` in the middle of one would take them apart
+
     def __init__(self, roots: Sequence[Any], group: distributed.ProcessGroup | None, state: TrainingState) -> None:
         self._roots = list(roots)
         self._state = state
