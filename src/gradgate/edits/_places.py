@@ -203,7 +203,8 @@ class Places:
                 named = [
                     [i % size for i in index.tolist()] for index, size in zip(self.indices, self.sizes, strict=True)
                 ]
-                self.unique = len(set(zip(*named, strict=True))) == self.count
+                places = set(named[0]) if len(named) == 1 else set(zip(*named, strict=True))
+                self.unique = len(places) == self.count
             else:
                 key = self._key()
                 number = torch.arange(self.count, dtype=torch.int32)
