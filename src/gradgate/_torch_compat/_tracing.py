@@ -55,7 +55,7 @@ def has_data(*tensors: torch.Tensor) -> bool:
     """
     if is_compiling() or _dispatch_mode(_FAKE) is not None:
         return False
-    for tensor in tensors:  # without `all` and a generator, which take longer than the answer
+    for tensor in tensors:  # noqa: SIM110 - `all` and a generator take longer than the answer
         if not _is_concrete(tensor):
             return False
     return True
