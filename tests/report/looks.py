@@ -66,10 +66,10 @@ def sample_page():
 
 
 def look(browser, address, scene):
-    """Give the averages of a page, from its top to the end of the timeline."""
+    """Give the averages of a page; on a phone of its first screen, as other fonts break lines and move the rest."""
     with opened(browser, address, **SCENES[scene]) as page:
         page.locator("footer").evaluate("element => element.remove()")  # It tells the time.
-        picture = page.screenshot(full_page=True)
+        picture = page.screenshot(full_page=scene != "phone")
     with_canvas = browser.new_page()
     try:
         import base64
