@@ -225,6 +225,29 @@ def a_group_of_ones_own_and_several_modules(rank):
         torch.testing.assert_close(a, p.grad)
 
 
+def a_weight_from_the_last_step_does_not_overflow(rank):
+    """One sample in the step before, eight in this one: gradients near the end of float32 are four times too large."""
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    guard = gg.Guard(model)
+    guard.step(torch.ones(1 - rank, 1), lambda x: model(x).mean())
+    model.zero_grad()
+    guard.step(torch.full((4, 1), 2e38), lambda x: (model(x) * 1e-3).mean() * 1e3)
+    torch.testing.assert_close(model.module.weight.grad, torch.full((1, 1), 2e38))
+
+
+def losses_that_talk_to_other_ranks_themselves_work_while_all_is_well(rank):
+    """After a fault one rank would call them alone; nobody can see that beforehand."""
+    model = replica()
+
+    def loss_fn(x):
+        seen = torch.ones(1)
+        dist.all_reduce(seen)
+        return loss_of(model)(x) * (seen.item() == 2)
+
+    gg.Guard(model).step(data([4, 4])[rank], loss_fn)
+    check_union(model.module, torch.cat(data([4, 4])))
+
+
 def parameters_of_nobody_stay_local(rank):
     """A parameter that no module owns is in no wrapper: DDP does not reduce it, and neither does the guard."""
     model = replica()
@@ -308,6 +331,8 @@ STORIES = [
     a_scale_that_overflows_on_one_rank_is_lowered_on_all,
     buffers_are_those_of_the_first_rank,
     a_group_of_ones_own_and_several_modules,
+    a_weight_from_the_last_step_does_not_overflow,
+    losses_that_talk_to_other_ranks_themselves_work_while_all_is_well,
     parameters_of_nobody_stay_local,
     compiled_models_and_losses_of_each_sample,
     a_plain_model_in_a_group_stays_alone,

@@ -186,7 +186,11 @@ class _CheckOfSent(FiniteCheck):
 
     def alarm(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
         """Tell whether anything is not finite; arguments as for `FiniteCheck.alarm`."""
-        if not self._buckets.listening or not self._buckets.looks_finite():
+        if not self._buckets.listening:
+            return self._usual.alarm(gradients, loss)
+        if not self._buckets.looks_finite():
+            # If the gradients are not to blame, their weight is, or the sum; the next round has smaller weights.
+            self._buckets.stale = True
             return self._usual.alarm(gradients, loss)
         own = {id(parameter.grad) for parameter in self._buckets.parameters}
         others = [gradient for gradient in gradients if id(gradient) not in own]
