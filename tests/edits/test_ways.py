@@ -142,7 +142,7 @@ def test_every_dtype(name, dtype, index):
     count = 2 if not (isinstance(index, torch.Tensor) and index.dtype is torch.int64) else 3
     value = torch.tensor([2, 3, 1][:count]).to(dtype)
     if refused.get(name):
-        with pytest.raises(gg.errors.ArgumentTypeError, match=rf"at\(x\)\[...\].{name}\(\): x is a"):
+        with pytest.raises(gg.errors.ArgumentTypeError, match=rf"at\(x\)\[...\].{name}\(\): `x` is a"):
             getattr(gg.at(x)[index], name)(value)
         return
     new = getattr(gg.at(x)[index], name)(value)
