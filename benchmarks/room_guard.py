@@ -187,7 +187,7 @@ def known_step(optimizer, batch, loss_fn, look=None):
     attempt(loss_fn, batch, recording=True)
     if look is not None:
         look()
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     rows = (batch[2] == 0).nonzero().flatten()
     loss_fn([leaf[rows] for leaf in batch]).backward()
     optimizer.step()
