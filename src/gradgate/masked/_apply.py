@@ -201,9 +201,9 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
     """
     if type(fill_value) is not int:
         _check_fill_value(fill_value, "apply_rows")
-    if len(xs) == 1 and isinstance(xs[0], torch.Tensor):
-        rows, structure = list[Any](xs), None
-    else:
+    rows: list[Any] = list(xs)
+    structure = None
+    if len(rows) != 1 or not isinstance(rows[0], torch.Tensor):
         rows, structure = tree_flatten(xs)
     if not _fit(keep, rows):
         _check_rows(keep, rows)
