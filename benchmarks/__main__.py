@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import pkgutil
+import sys
 import time
 from pathlib import Path
 
@@ -73,6 +74,22 @@ def options_of_the_command_line() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def record_to_write(options: argparse.Namespace) -> Record:
+    """Give the record that results go to: the one that is there when it goes on, else a new one."""
+    if not (options.resume or (options.write and options.words)) or not KEPT.exists():
+        return Record(options.quick, 0, this_machine())
+    record = read(KEPT)
+    if record.machine != this_machine():
+        sys.exit(
+            "results.json was measured on another machine or with other versions; start anew: --write without words"
+        )
+    if options.resume and record.quick != options.quick:
+        sys.exit(
+            f"results.json is of a {'quick' if record.quick else 'full'} run; go on in the same way, or start anew"
+        )
+    return record
+
+
 def main() -> None:
     """Choose the rows, run them, show and perhaps write them."""
     options = options_of_the_command_line()
@@ -83,8 +100,9 @@ def main() -> None:
     rows = [row for row in every if all(word in row.name for word in options.words)]
     if options.quick:
         rows = [quickly(row) for row in rows if row.quick]
-    goes_on = KEPT.exists() and (options.resume or bool(options.words))
-    record = read(KEPT) if goes_on else Record(options.quick, 0, this_machine())
+    if not rows:
+        sys.exit(f"no row has all of {options.words}; --list shows the rows there are")
+    record = record_to_write(options)
     record.rows = len(every)
     if options.resume:
         rows = [row for row in rows if row.name not in record.results or record.results[row.name].error]

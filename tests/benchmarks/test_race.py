@@ -121,6 +121,21 @@ def test_a_run_that_was_cut_has_its_page_and_goes_on(folder, monkeypatch):
     assert "not in it" not in (folder / "results.md").read_text()
 
 
+def test_a_run_goes_on_only_as_it_began(folder, monkeypatch):
+    start(monkeypatch, "--quick", "--write")
+    with pytest.raises(SystemExit, match="is of a quick run"):
+        start(monkeypatch, "--resume")
+    monkeypatch.setattr(command, "this_machine", lambda: {"processor": "abacus"})
+    for words in (["--quick", "--resume"], ["--quick", "--write", "room: b"]):
+        with pytest.raises(SystemExit, match="another machine or with other versions"):
+            start(monkeypatch, *words)
+
+
+def test_words_that_no_row_has_are_an_error(folder, monkeypatch):
+    with pytest.raises(SystemExit, match=r"no row has all of \['nothing'\]"):
+        start(monkeypatch, "nothing")
+
+
 def test_words_measure_only_those_rows_again(folder, monkeypatch):
     start(monkeypatch, "--quick", "--write")
     first = read(folder / "results.json")
