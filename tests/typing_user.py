@@ -1,5 +1,7 @@
 """What users write, checked by mypy --strict: the public signatures seen from outside."""
 
+from collections.abc import Iterator
+
 import torch
 
 import gradgate as gg
@@ -64,6 +66,7 @@ levels: torch.Tensor = masked.quantile(x, [0.1, 0.9], dim=1, exclude=float("nan"
 normed: torch.Tensor = masked.batch_norm(x, None, None, training=True, keep=x > 0)
 
 guard: gg.Guard = gg.Guard([last, network], ledger="run.ledger", catch=ValueError, max_bad=0.1, patience=5)
+batches: Iterator[object] = guard.batches([torch.ones(2, 3)])
 step: gg.guard.Step = guard.step(
     {"x": x}, lambda batch: last(batch["x"]).mean(), ids=range(2), scaler=torch.amp.GradScaler("cpu")
 )

@@ -40,12 +40,10 @@ from gradgate._torch_compat._parallel import (
     Replica,
     alone_in_replica,
     alone_in_shards,
-    is_shard,
     reduce_shards,
     replica_obstacle,
     shard_group,
     shard_roots,
-    shards_are_reduced,
     sync_buffers,
 )
 from gradgate._torch_compat._sharing import (
@@ -91,7 +89,6 @@ __all__ = [
     "inside_functorch",
     "is_compiled",
     "is_compiling",
-    "is_shard",
     "is_traced",
     "latest_node_number",
     "leaf_of",
@@ -108,7 +105,6 @@ __all__ = [
     "schema_of",
     "shard_group",
     "shard_roots",
-    "shards_are_reduced",
     "sync_buffers",
     "tree_flatten",
     "tree_unflatten",

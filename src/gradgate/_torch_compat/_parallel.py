@@ -14,12 +14,10 @@ __all__ = [
     "Replica",
     "alone_in_replica",
     "alone_in_shards",
-    "is_shard",
     "reduce_shards",
     "replica_obstacle",
     "shard_group",
     "shard_roots",
-    "shards_are_reduced",
     "sync_buffers",
 ]
 
@@ -78,7 +76,7 @@ def alone_in_replica(replica: Replica) -> Iterator[None]:
             replica._static_graph_delay_allreduce_enqueued = begun
 
 
-def is_shard(module: torch.nn.Module) -> bool:
+def _is_shard(module: torch.nn.Module) -> bool:
     """Tell whether FSDP2 (`fully_shard`) was applied to a module."""
     return hasattr(module, "set_requires_gradient_sync")
 
@@ -92,7 +90,7 @@ def shard_roots(model: torch.nn.Module) -> list[Any]:
     Returns:
         The modules.
     """
-    if is_shard(model):
+    if _is_shard(model):
         return [model]
     return [root for child in model.children() for root in shard_roots(child)]
 
@@ -117,18 +115,6 @@ def shard_group(root: Any) -> distributed.ProcessGroup | None:
         found: distributed.ProcessGroup = mesh.get_group()
         return found
     return distributed.group.WORLD if mesh.size() == distributed.get_world_size() else None
-
-
-def shards_are_reduced(roots: Sequence[Any]) -> bool:
-    """Tell whether the next backward would reduce gradients: the user may be accumulating them.
-
-    Args:
-        roots: Outermost sharded modules.
-
-    Returns:
-        Whether it would.
-    """
-    return all(group.reduce_grads for root in roots for state in _states(root) for group in state._fsdp_param_groups)
 
 
 @contextmanager
@@ -172,5 +158,5 @@ def reduce_shards(roots: Sequence[Any]) -> None:
 
 
 def _states(root: Any) -> list[Any]:
-    modules = (module for module in root.modules() if is_shard(module))
+    modules = (module for module in root.modules() if _is_shard(module))
     return list(dict.fromkeys(module._get_fsdp_state() for module in modules))

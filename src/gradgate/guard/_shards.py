@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -43,14 +43,11 @@ class Shards(Ranks):
         Args:
             training: Whether a step is made; all ranks come in any case.
         """
-        with self.talking():
-            gathered = alone_in_shards(self._roots)
-            gathered.__enter__()
-        try:
+        with ExitStack() as stack:
+            with self.talking():
+                stack.enter_context(alone_in_shards(self._roots))
             self._state.refresh()
             yield
-        finally:
-            gathered.__exit__(None, None, None)
 
     def meet(self, size: int, terms: Any) -> None:
         """Make sure, once, that all ranks have the same parameters and terms.
