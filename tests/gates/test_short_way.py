@@ -124,3 +124,32 @@ def test_the_gradient_of_the_result_is_the_arriving_one():
     gated.retain_grad()
     (gated * 3).sum().backward()
     assert torch.equal(gated.grad, torch.full((2, 3), 3.0))
+
+
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "activation"])
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda x: gg.gate(x, KEEP),
+        lambda x: gg.gate(x, KEEP[:, :1]),
+        lambda x: gg.gate(x, lambda gradient: gradient > 0),
+        lambda x: gg.scale_grad(x, KEEP.float()),
+        lambda x: gg.clip_grad(x, max_norm=0.5, per_sample=True),
+        gg.reverse_grad,
+        gg.finite_grad,
+    ],
+    ids=["mask", "rows", "callable", "factor", "clip", "reverse", "finite"],
+)
+def test_many_gradients_come_back_at_once(gate, leaf):
+    """The whole Jacobian in one call, by torch's older vmap and by its newer one."""
+    x = torch.randn(2, 3, requires_grad=True)
+    y = gate(x if leaf else x * 2)
+
+    def back(gradient):
+        return torch.autograd.grad(y, x, gradient, retain_graph=True)[0]
+
+    arriving = torch.eye(6).reshape(6, 2, 3)
+    one_by_one = torch.stack([back(gradient) for gradient in arriving])
+    assert torch.equal(torch.vmap(back)(arriving), one_by_one)
+    (batched,) = torch.autograd.grad(y, x, arriving, is_grads_batched=True)
+    assert torch.equal(batched, one_by_one)

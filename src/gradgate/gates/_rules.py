@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradgate._checks import check_keep
+from gradgate._torch_compat import has_data
 
 __all__ = ["Chosen", "Clip", "Finite", "Mask", "Rule", "Scale", "Whole"]
 
@@ -86,7 +87,7 @@ class Chosen(Rule):
 
     def settled(self, gradient: torch.Tensor) -> Rule:
         """Ask the function."""
-        keep = self.keep(gradient.detach())
+        keep = self.keep(_constant(gradient))
         if isinstance(keep, bool):
             return Whole(keep)
         return Mask(check_keep(keep, gradient, name="keep(grad)", function="gate"))
@@ -133,7 +134,7 @@ class Clip(Rule):
             return gradient
         wide = gradient.float() if gradient.dtype in LOW_PRECISION else gradient
         # Divided by its largest element first: the squares of exploding gradients do not fit into float32.
-        largest = _norm(wide.detach(), float("inf"), self.per_sample)
+        largest = _norm(_constant(wide), float("inf"), self.per_sample)
         unit = wide / torch.where(largest > 0, largest, 1.0)
         norm = _norm(unit, 2, self.per_sample)
         shrunk = unit * (self.max_norm / torch.where(norm > 0, norm, 1.0))
@@ -169,12 +170,17 @@ def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     if gradient.is_complex() and not torch.is_grad_enabled():
         return torch.view_as_complex(_masked(torch.view_as_real(gradient.resolve_conj()), keep.unsqueeze(-1)))
     integer = INTEGER_OF_WIDTH.get(gradient.element_size())
-    if torch.is_grad_enabled() or integer is None or type(gradient) is not torch.Tensor:
+    if torch.is_grad_enabled() or integer is None or type(gradient) is not torch.Tensor or not has_data(gradient):
         return torch.where(keep, gradient, 0)
     bits = gradient.resolve_neg().view(integer)
     each = keep.to(integer)  # 1 or 0 also for masks that hold other bytes, as `image.view(torch.bool)` does
     kept = each.mul_(bits) if each.shape == bits.shape else bits * each
     return kept.view(gradient.dtype)
+
+
+def _constant(gradient: torch.Tensor) -> torch.Tensor:
+    # torch.autograd.grad(is_grads_batched=True) knows no detach, and needs none.
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 def _norm(gradient: torch.Tensor, order: float, per_sample: bool) -> torch.Tensor:
