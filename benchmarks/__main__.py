@@ -99,7 +99,7 @@ def main() -> None:
     every = all_rows()
     rows = [row for row in every if all(word in row.name for word in options.words)]
     if options.quick:
-        rows = [quickly(row) for row in rows if row.quick]
+        rows = [quickly(row) for row in rows if row.in_a_quick_run]
     if not rows:
         sys.exit(f"no row has all of {options.words}; --list shows the rows there are")
     record = record_to_write(options)

@@ -53,7 +53,7 @@ class Row:
         peers: The candidates that do the same job; the others are the plain operation, a limit, or ours in another way.
         growth: Where this row stands in a chart.
         counts: Candidates give a number (bytes, elements), which is compared instead of their time.
-        quick: Run it in a quick run too.
+        quick: Whether a quick run may have it.
         rounds: How many rounds, at least.
         seconds: How long to go on, at most, once there are enough rounds.
     """
@@ -77,6 +77,12 @@ class Row:
     def name(self) -> str:
         """Give the room and the title, which no other row has."""
         return f"{self.room}: {self.title}"
+
+    @property
+    def in_a_quick_run(self) -> bool:
+        """Tell whether a quick run has it: rows with a goal and points of charts, unless they take long."""
+        has_goal = (self.at_most, self.at_least, self.microseconds) != (None, None, None)
+        return self.quick and (has_goal or self.growth is not None)
 
 
 @dataclass
@@ -173,7 +179,7 @@ def quickly(row: Row) -> Row:
     Returns:
         The same for a first look.
     """
-    return replace(row, rounds=5, seconds=0.3)
+    return replace(row, rounds=5, seconds=0.2)
 
 
 def _once(candidate: Candidate, repeat: int) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import jax_peer
-from benchmarks.harness import Row, quickly, race
+from benchmarks.harness import Growth, Row, quickly, race
 from benchmarks.record import Record, read, this_machine
 from tests.benchmarks.made import record, result
 
@@ -58,6 +58,14 @@ def test_a_quick_row_is_the_same_row():
     assert quickly(row).rounds < 10
 
 
+def test_a_quick_run_has_goals_and_charts_that_do_not_take_long():
+    told = Row("room", "a", dict, "ours", "plain")
+    assert not told.in_a_quick_run
+    assert replace(told, at_least=2.0).in_a_quick_run
+    assert replace(told, growth=Growth("a chart", "elements", 10)).in_a_quick_run
+    assert not replace(told, at_most=2.0, quick=False).in_a_quick_run
+
+
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +95,11 @@ def test_the_machine_is_told():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The command with two rows, writing into an empty folder."""
-    rows = [Row("room", name, lambda: {"plain": list, "ours": list}, "ours", "plain", rounds=3) for name in ("a", "b")]
+
+    def candidates():
+        return {"plain": list, "ours": list}
+
+    rows = [Row("room", name, candidates, "ours", "plain", at_most=9.0, rounds=3) for name in ("a", "b")]
     monkeypatch.setattr(command, "all_rows", lambda: rows)
     monkeypatch.setattr(command, "KEPT", tmp_path / "results.json")
     monkeypatch.setattr(command, "CHARTS", tmp_path / "charts")
