@@ -1,0 +1,51 @@
+"""BatchNorm is known to let one row's NaN into all others, and only where it surely does."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradgate as gg
+from gradgate._torch_compat import mixes_rows
+
+NAN = float("nan")
+
+
+class Cleaning(nn.BatchNorm1d):
+    """Leaves NaN out before it looks at the batch."""
+
+    def forward(self, x):
+        return super().forward(x.nan_to_num())
+
+
+def cleaned_by_a_hook():
+    norm = nn.BatchNorm1d(3)
+    norm.register_forward_pre_hook(lambda module, args: (args[0].nan_to_num(),))
+    return norm
+
+
+@pytest.mark.parametrize("make", [lambda: Cleaning(3), cleaned_by_a_hook], ids=["its own forward", "a hook"])
+def test_a_row_that_is_cleaned_is_innocent(make):
+    norm, head = make(), nn.Linear(3, 1)
+    x = torch.randn(8, 3)
+    x[2] = NAN
+    late = torch.zeros(8, 1)
+    late[5] = NAN
+    step = gg.Guard([norm, head]).step((x, late), lambda b: (head(norm(b[0])) + b[1]).square().mean())
+    assert [incident.row for incident in step.dropped] == [5]
+
+
+def test_nothing_is_tested_where_batch_norm_mixes_rows():
+    norm = nn.BatchNorm1d(3)
+    x = torch.randn(16, 3)
+    x[[1, 4, 9]] = NAN
+    step = gg.Guard(norm).step(x, lambda x: norm(x).square().mean())
+    assert [(incident.row, incident.details["tests"]) for incident in step.dropped] == [(1, 0), (4, 0), (9, 0)]
+    assert bool(norm.running_mean.isfinite().all())
+
+
+def test_which_modules_are_known_to_mix_rows():
+    frozen = nn.BatchNorm2d(3).eval()
+    assert mixes_rows(nn.BatchNorm1d(3))
+    assert mixes_rows(nn.BatchNorm2d(3))
+    assert mixes_rows(nn.BatchNorm1d(3, track_running_stats=False).eval())
+    assert not any(map(mixes_rows, (frozen, nn.LayerNorm(3), nn.InstanceNorm1d(3), Cleaning(3), cleaned_by_a_hook())))
