@@ -211,3 +211,11 @@ def test_inside_vmap_a_function_without_elements_sees_one_half():
     assert to_x.tolist() == [[0.0, 0.0]]  # the arguments are safe
     assert to_w.isnan()  # what the function uses besides is not, where it cannot take 0.5
     assert torch.autograd.grad(call(x).sum(), w)[0] == 0  # outside of vmap it is
+
+
+@pytest.mark.parametrize("fill_value", [0, 0.0, -0.0, 1, 2.5, math.nan])
+def test_every_fill_value_is_kept_to_its_sign(fill_value):
+    filled = gg.apply_rows(torch.tensor([True, False]), lambda x: x, torch.ones(2, 3), fill_value=fill_value)[1]
+    assert torch.equal(filled, torch.full((3,), fill_value)) or math.isnan(fill_value)
+    assert (filled.signbit() == torch.tensor(fill_value).signbit()).all()
+    assert (filled.isnan() == math.isnan(fill_value)).all()

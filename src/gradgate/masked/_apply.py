@@ -290,7 +290,8 @@ def _check_result_rows(result: Any, kept: int) -> None:
 def _placed(values: torch.Tensor, index: torch.Tensor, count: int, fill_value: complex, function: str) -> torch.Tensor:
     dtype = dtype_holding(values, fill_value, "fill_value", function)
     shape = (count, *values.shape[1:])
-    whole = values.new_full(shape, fill_value, dtype=dtype) if fill_value else values.new_zeros(shape, dtype=dtype)
+    plain = type(fill_value) is int and fill_value == 0  # -0.0 is another number
+    whole = values.new_zeros(shape, dtype=dtype) if plain else values.new_full(shape, fill_value, dtype=dtype)
     # In place it saves a copy; torch.func cannot write a batch into what is none.
     values = values if values.dtype is dtype else values.to(dtype)
     return (whole.index_copy if inside_functorch() else whole.index_copy_)(0, index, values)
