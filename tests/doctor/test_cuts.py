@@ -303,7 +303,7 @@ def logging_with_item():
 
     def step():
         h = m.encoder(X)
-        log.append((h.detach().norm().item(), float(h.mean()), h.tolist(), h.detach().numpy()))
+        log.append((h.detach().norm().item(), h.mean().item(), h.tolist(), h.detach().numpy()))
         return m.head(h).mean()
 
     return step, m

@@ -86,6 +86,15 @@ def test_a_healthy_script_and_its_own_arguments(tmp_path):
     assert sys.modules["__main__"].__name__ == "__main__"
 
 
+def test_a_layer_that_is_made_but_never_called_is_unused_and_nothing_else(tmp_path):
+    source = HEALTHY.replace(
+        "model = torch.nn.Linear(3, 1)", "model = torch.nn.Linear(3, 1)\nmodel.spare = torch.nn.Linear(2, 2)"
+    )
+    run("--json", tmp_path / "out.json", write(tmp_path, source))
+    findings = json.loads((tmp_path / "out.json").read_text())["findings"]
+    assert [finding["code"] for finding in findings] == ["GG102"]
+
+
 def test_a_cut_is_found_in_the_first_step(tmp_path):
     path = write(tmp_path, CUT)
     report, page = tmp_path / "report.json", tmp_path / "page.html"

@@ -21,6 +21,19 @@ def a_parameter_never_read():
 
 
 @faulty("GG102")
+def a_layer_only_initialised_in_the_step():
+    m = two()
+    m["spare"] = nn.Linear(4, 4)
+
+    def step():
+        nn.init.trunc_normal_(m.spare.weight)
+        nn.init.zeros_(m.spare.bias)
+        return m.head(m.encoder(X)).mean()
+
+    return step, m
+
+
+@faulty("GG102")
 def a_branch_not_taken():
     m = two()
 

@@ -209,7 +209,7 @@ def explain_parameters(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Fi
     for name, parameter in lost.items():
         values = case.values_of.get(id(parameter), [])
         cuts = case.flow.cuts(values)
-        if not values or not any(case.flow.readers.get(value) for value in values):
+        if not case.flow.is_used(values):
             unused.append(name)
         elif cuts:
             for number in cuts:

@@ -85,6 +85,19 @@ class Flow:
                         waiting.append(value)
         return frozenset(seen)
 
+    def is_used(self, values: Iterable[int]) -> bool:
+        """Tell whether anything is computed from some values; to be filled is no use.
+
+        Args:
+            values: The values.
+
+        Returns:
+            Whether an operation reads them that does more than write into them unrecorded, as initialisations do.
+        """
+        readers = {number for value in self.results(values) for number in self.readers.get(value, ())}
+        ops = [self.trace.ops[number] for number in readers]
+        return any(op.records or not (op.operator.written or op.operator.view) for op in ops)
+
     def is_inside_function(self, op: Op) -> bool:
         """Tell whether an operation ran inside the forward of an autograd Function, where nothing is recorded.
 
