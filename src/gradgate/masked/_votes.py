@@ -102,7 +102,7 @@ def _planes(x: torch.Tensor) -> torch.Tensor:
 def _codes(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """Give integers in the order of the values: one for 0.0 and -0.0, one above all others for all kept NaNs."""
     if x.dtype is torch.bool:
-        return x.view(torch.uint8)
+        return x.to(torch.uint8)
     if not x.is_floating_point():
         return x
     x = (x.float() if x.element_size() < 4 else x) + 0.0  # -0.0 + 0.0 is 0.0
@@ -253,7 +253,7 @@ def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: in
     codes = codes.to(whole)
     if kept is not None:
         alone = torch.arange(high + 1, high + 1 + size, dtype=whole)
-        codes = torch.addcmul(alone, codes - alone, kept.to(whole))  # a difference that wraps around comes back again
+        codes = (codes - alone).mul_(kept.to(whole)).add_(alone)  # a difference that wraps around comes back again
     best = codes.mode(1).values
     equal = _equals(codes, best, None)
     counts, index = equal.sum(1, dtype=torch.int32), _last(equal)
