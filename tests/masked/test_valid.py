@@ -129,3 +129,28 @@ def test_errors_teach():
         masked.valid(x, exclude="nan")
     with pytest.raises(ArgumentTypeError, match="`exclude` has None"):
         masked.valid(x, exclude=[None])
+
+
+@pytest.mark.parametrize("shape", [(7,), (30, 41), (3, 200_001), (70_000, 5)])
+@pytest.mark.parametrize(
+    "name", ["sum", "mean", "var", "amax", "median", "mode", "norm", "logsumexp", "softmax", "count"]
+)
+def test_a_mask_of_other_bytes_than_one_is_read_as_torch_reads_it(name, shape):
+    image = torch.randint(0, 2, shape, dtype=torch.uint8) * 255
+    x = torch.randn(shape).requires_grad_(name != "count")
+    found = []
+    for keep in (image.view(torch.bool), image != 0):
+        result = getattr(masked, name)(x, dim=-1, keep=keep)
+        result = result.values if name == "mode" else result
+        found.append(
+            (result.detach(), *torch.autograd.grad(result.nan_to_num().sum(), x, allow_unused=True))
+            if result.requires_grad
+            else (result,)
+        )
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def test_bools_of_other_bytes_than_one_are_one_value():
+    x = torch.tensor([255, 0, 2, 0, 1], dtype=torch.uint8).view(torch.bool)
+    assert masked.mode(x, keep=torch.ones(5, dtype=torch.bool))[0]

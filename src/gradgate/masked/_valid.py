@@ -66,11 +66,19 @@ def mask_of(
         A boolean tensor that broadcasts to the shape of x (it may be smaller), or None.
     """
     check_tensor(x, name="x", function=function)
-    mask = None if keep is None else check_keep(keep, x, function=function)
+    mask = None if keep is None else _zeros_and_ones(check_keep(keep, x, function=function))
     if exclude is not None:
         for others in _others(x.detach(), exclude, function):
             mask = others if mask is None else mask & others
     return mask
+
+
+def _zeros_and_ones(keep: torch.Tensor) -> torch.Tensor:
+    """Give a mask that may be read as bytes: `image.view(torch.bool)` holds 255 where others hold 1."""
+    if keep.device.type != "cpu" or keep.numel() == 0 or inside_functorch() or not has_data(keep):
+        return keep  # is read as torch reads it
+    kept = keep.view(torch.uint8)
+    return keep if kept.amax().item() < 2 else kept != 0
 
 
 def _others(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch.Tensor]:
