@@ -8,7 +8,7 @@ import torch
 
 from gradgate._torch_compat import has_data, inside_functorch
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
-from gradgate.masked._valid import Exclude
+from gradgate.masked._valid import SMALL, Exclude, zeros_and_ones
 from gradgate.masked._votes import vote_anywhere, vote_on_cpu
 
 __all__ = ["mode"]
@@ -71,6 +71,8 @@ def mode(
     certain = mask is None
     # The fast ways look at the data, which costs nothing on the CPU; torch.func cannot follow them.
     if plain.device.type == "cpu" and not inside_functorch() and type(plain) is torch.Tensor and has_data(plain):
+        if mask is not None and plain.numel() < SMALL:  # larger ones have been looked at
+            mask = zeros_and_ones(mask)
         indices, counts, values, certain = vote_on_cpu(plain, mask)
     else:
         (indices, counts), values = vote_anywhere(plain, mask), None

@@ -10,13 +10,15 @@ import torch
 
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
-from gradgate._torch_compat import has_data, inside_functorch
+from gradgate._torch_compat import has_data, inside_functorch, is_traced
 from gradgate.errors import ArgumentTypeError
 
-__all__ = ["Exclude", "Number", "mask_of", "stored", "valid"]
+__all__ = ["SMALL", "Exclude", "Number", "mask_of", "stored", "valid", "zeros_and_ones"]
 
 Number: TypeAlias = bool | int | float | complex
 Exclude: TypeAlias = Number | Iterable[Number] | torch.Tensor | None
+
+SMALL = 1 << 13  # elements: beneath it, the overhead of a piece is more than what torch.where costs
 
 
 def valid(
@@ -66,19 +68,28 @@ def mask_of(
         A boolean tensor that broadcasts to the shape of x (it may be smaller), or None.
     """
     check_tensor(x, name="x", function=function)
-    mask = None if keep is None else _zeros_and_ones(check_keep(keep, x, function=function))
+    mask = None if keep is None else check_keep(keep, x, function=function)
+    if mask is not None and x.numel() >= SMALL:
+        mask = zeros_and_ones(mask)
     if exclude is not None:
         for others in _others(x.detach(), exclude, function):
             mask = others if mask is None else mask & others
     return mask
 
 
-def _zeros_and_ones(keep: torch.Tensor) -> torch.Tensor:
-    """Give a mask that may be read as bytes: `image.view(torch.bool)` holds 255 where others hold 1."""
-    if keep.device.type != "cpu" or keep.numel() == 0 or inside_functorch() or not has_data(keep):
-        return keep  # is read as torch reads it
-    kept = keep.view(torch.uint8)
-    return keep if kept.amax().item() < 2 else kept != 0
+def zeros_and_ones(mask: torch.Tensor) -> torch.Tensor:
+    """Give a mask that may be read as bytes.
+
+    Args:
+        mask: A boolean mask; `image.view(torch.bool)` holds 255 where others hold 1.
+
+    Returns:
+        The same for torch. Where only torch reads it (on other devices, while something traces), the mask itself.
+    """
+    if not mask.is_cpu or mask.numel() == 0 or is_traced() or not has_data(mask):
+        return mask
+    kept = mask.view(torch.uint8)
+    return mask if kept.amax().item() < 2 else kept != 0
 
 
 def _others(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch.Tensor]:

@@ -6,10 +6,9 @@ import torch
 
 from gradgate._torch_compat import has_data, is_traced
 from gradgate.masked._blocks import LANES
+from gradgate.masked._valid import SMALL
 
-__all__ = ["goes_by_blocks", "may_look", "nowhere_empty", "recorded"]
-
-SMALL = 1 << 13  # elements: beneath it, the overhead of a piece is more than what torch.where costs
+__all__ = ["SMALL", "goes_by_blocks", "may_look", "nowhere_empty", "recorded"]
 
 
 def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor) -> bool:
