@@ -1,5 +1,7 @@
 """Settings that hold for every test, docstring example and documentation example."""
 
+import logging
+
 import hypothesis
 import pytest
 import torch
@@ -26,5 +28,6 @@ def _same_start(doctest_namespace):
     doctest_namespace.update(torch=torch, gg=gradgate)
     torch.manual_seed(0)
     yield
+    logging.getLogger("gradgate").setLevel(logging.NOTSET)  # long tests of the law keep quiet
     assert torch.is_grad_enabled(), "this test left gradient recording switched off"
     assert not torch.nn.modules.module._has_any_global_hook(), "this test left hooks on all modules"

@@ -40,7 +40,8 @@ class Incident:
         module: The path of the module that was running, as in `named_modules`.
         loss: The sample's loss, where it has one.
         grad_norm: The norm of the sample's gradient, where it was computed.
-        transient: True when the same sample did not fail again under the same state.
+        transient: True when nothing is held against the sample: it did not fail again under the same state, or so
+            many failed with it that the step was refused.
         time: Seconds since the epoch of the clock.
         details: Whatever else was seen, as values that JSON can hold.
 

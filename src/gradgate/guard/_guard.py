@@ -294,7 +294,7 @@ class Guard:
 
         def refuse(dropped: Sequence[Dropped]) -> None:
             if len(dropped) > self.max_bad * size:
-                refuse_share(refused(recorder.dropped(dropped)), len(dropped), size, self.max_bad)
+                refuse_share(refused(recorder.dropped(dropped), too_many=True), len(dropped), size, self.max_bad)
 
         def record(incidents: tuple[Incident, ...]) -> None:
             log(incidents)
@@ -307,7 +307,7 @@ class Guard:
             if dropped and trial.walks_back:
                 self._tally.in_a_row += 1
                 if self._tally.in_a_row >= self.patience:
-                    refuse_row(refused(dropped), self._tally.in_a_row, self.patience)
+                    refuse_row(refused(dropped, too_many=False), self._tally.in_a_row, self.patience)
         except TooManyBadSamples as too_many:
             if too_many.incidents:
                 record(too_many.incidents)

@@ -13,9 +13,20 @@ from gradgate.records import Incident
 __all__ = ["refuse_row", "refuse_share", "refused"]
 
 
-def refused(incidents: Sequence[Incident]) -> tuple[Incident, ...]:
-    """Mark the incidents of a step that was not made."""
-    return tuple(replace(incident, details={**incident.details, "refused": True}) for incident in incidents)
+def refused(incidents: Sequence[Incident], *, too_many: bool) -> tuple[Incident, ...]:
+    """Mark the incidents of a step that was not made.
+
+    Args:
+        incidents: What was found.
+        too_many: Whether so much of the batch was bad that the code or the weights are to blame: then nothing is held
+            against the samples, and a later epoch does not leave them out.
+
+    Returns:
+        The same incidents, marked.
+    """
+    return tuple(
+        replace(incident, transient=too_many, details={**incident.details, "refused": True}) for incident in incidents
+    )
 
 
 def refuse_share(incidents: Sequence[Incident], bad: int, total: int, max_bad: float) -> NoReturn:

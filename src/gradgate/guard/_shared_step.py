@@ -203,8 +203,8 @@ class SharedStep:
     def _judge(self, totals: Totals, incidents: tuple[Incident, ...], packs: Sequence[Any]) -> None:
         """Refuse the step if too much is bad; every rank comes to the same answer."""
         guard = self._guard
-        dropped = refused([incident for incident in incidents if not incident.transient])
         too_many = totals.bad > guard.max_bad * totals.size
+        dropped = refused([incident for incident in incidents if not incident.transient], too_many=too_many)
         if totals.bad and not too_many:
             guard._tally.in_a_row += 1
         if too_many or (totals.bad and guard._tally.in_a_row >= guard.patience):

@@ -67,10 +67,13 @@ def incident_line(incident: Incident) -> str:
         'step 7: dropped sample a.png (row 3): non-finite loss in loss'
     """
     row, sample, stage, cause, where, what = _cells(incident)
-    if incident.transient:
+    who = f"sample {sample} (row {row})" if incident.sample_id is not None else f"row {row}"
+    if "refused" in incident.details:
+        who = f"refused because of {who}"
+    elif incident.transient:
         who = "a fault that did not come again, nothing dropped"
     else:
-        who = f"dropped sample {sample} (row {row})" if incident.sample_id is not None else f"dropped row {row}"
+        who = f"dropped {who}"
     place = "" if incident.where is None else f" at {where}"
     step = "" if incident.step is None else f"step {incident.step}: "
     return f"{step}{who}: {cause} in {incident.module or stage}{place}{': ' if what else ''}{what}"
