@@ -117,6 +117,24 @@ def test_other_handles_are_respected():
     assert len(learning(model)) == 8
 
 
+def test_a_new_schedule_takes_the_place_of_the_old_one():
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    plan = {0: ["head.*"], 3: ["body.*"]}
+    first = gg.FreezeSchedule(model, plan)
+    second = gg.FreezeSchedule(model, plan)  # a notebook's cell, run again
+    second.set_epoch(3)
+    assert model["body"].weight.requires_grad
+    first.set_epoch(3)
+    first.set_epoch(0)  # whoever speaks last holds
+    assert not model["body"].weight.requires_grad
+    second.set_epoch(0)
+    second.set_epoch(3)
+    assert model["body"].weight.requires_grad
+    del first, second
+    gg.FreezeSchedule(model, plan)
+    assert not model["body"].weight.requires_grad
+
+
 def test_statistics_may_run():
     model = Net()
     gg.FreezeSchedule(model, PLAN, statistics=False)

@@ -197,6 +197,7 @@ def test_wrong_arguments_are_refused(arguments, words):
     [
         (lambda x: 3.0, r"`loss_fn` returned the float 3.0"),
         (lambda x: None, r"`loss_fn` returned None"),
+        (lambda x: x.mean() * 1j, r"(?s)`loss_fn` returned a complex64 tensor.*loss.abs\(\)"),
         (lambda x: x, r"`loss_fn` returned a float32 tensor of shape \(8, 3\) for a batch of 8 samples"),
         (lambda x: x[:5, 0], r"of shape \(5,\) for a batch of 8 samples"),
     ],

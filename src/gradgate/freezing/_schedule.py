@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -14,6 +15,9 @@ from gradgate.freezing._selection import Selector, bare, named_parameters, selec
 
 __all__ = ["FreezeSchedule"]
 
+_last: WeakKeyDictionary[nn.Module, ref[FreezeSchedule]] = WeakKeyDictionary()
+"""The schedule of each model: a schedule decides about all of it, so the one that spoke last holds alone."""
+
 
 class FreezeSchedule:
     """Thaws a model part by part: each part learns from its epoch (or step) on, all else is frozen.
@@ -21,7 +25,7 @@ class FreezeSchedule:
     Build the optimizer over all of `model.parameters()`: what is frozen costs it nothing, and what thaws is there. The
     state of the schedule is where it stands, not what it did: after `load_state_dict`, or `set_epoch` with any
     number, forwards or backwards, exactly that epoch's parts learn. Create it after DistributedDataParallel, which
-    must know every parameter that will learn.
+    must know every parameter that will learn. A new schedule of a model takes the place of its old one.
 
     Args:
         model: The model.
@@ -158,6 +162,10 @@ class FreezeSchedule:
         self.handle = freeze_named(self._model, names, label, statistics=self._statistics) if names else None
         if before is not None:
             before.thaw()
+        other = _last[self._model]() if self._model in _last else None
+        if other is not None and other is not self and other.handle is not None:
+            other.handle.thaw()
+        _last[self._model] = ref(self)
 
 
 def _check_plan(plan: Any) -> None:

@@ -188,6 +188,12 @@ class LossTrial(_Catching):
                 why="it gives the mean loss of the batch, or one loss for each sample, as a tensor.",
                 fix="return loss   # and keep other results with `nonlocal` or in a list",
             )
+        if value.is_complex():
+            raise ArgumentTypeError(
+                f"Guard.step(): `loss_fn` returned {describe(value)}.",
+                why="a loss is made smaller, and complex numbers have no order.",
+                fix="return loss.abs()   # or loss.real",
+            )
         if value.dim() == 0:
             return Outcome(None, value)
         if value.dim() == 1 and value.shape[0] == size:
