@@ -20,6 +20,12 @@ hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_
 hypothesis.settings.load_profile("default")
 
 
+def pytest_collectstart(collector):
+    """Let each file that draws random data when it is imported draw the same, whatever was imported before."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _same_start(doctest_namespace):
     """Give every test the same random state, and make sure that none leaves something switched on or off."""

@@ -119,7 +119,7 @@ def main() -> None:
         if options.write or options.resume:
             record.add(result)
             record.write(KEPT)
-            write_pages(record)
+            write_pages(read(KEPT))  # of what is kept, which is rounded
     if results:
         _show(console, results)
         console.print(f"{time.perf_counter() - started:.0f} s in all", highlight=False)

@@ -1,4 +1,4 @@
-"""The guard across ranks: a healthy step against plain DistributedDataParallel, two ranks, gloo, one thread each."""
+"""The guard across ranks: a healthy step against plain DistributedDataParallel, gloo, one thread for each rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gradgate as gg
-from benchmarks.harness import Row
+from benchmarks.harness import Growth, Row
 
-WORLD = 2
+WORLDS = {2: "two", 3: "three", 4: "four"}  # more than two share the two cores that this was made on
 
 
 def mlp(width):
@@ -55,14 +55,14 @@ MODELS = {
 }
 
 
-def steps(name):
+def steps(name, group):
     """Make a plain and a guarded training of one model, as functions that make one step each."""
     make, width, size = MODELS[name]
     made = {}
     batch = torch.randn(size, 256), torch.randint(0, 10, (size,))
     for kind in ("plain", "guarded"):
         torch.manual_seed(0)
-        model = DistributedDataParallel(make(width))
+        model = DistributedDataParallel(make(width), process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         guard = gg.Guard(model) if kind == "guarded" else None
         made[kind] = partial(step, model, optimizer, guard, batch)
@@ -84,60 +84,73 @@ def step(model, optimizer, guard, batch):
 
 
 def join(rank, store):
-    """Enter the process group."""
+    """Enter the process group of all, and give a group of the first ranks for each number of them."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=max(WORLDS))
+    return {count: dist.new_group(range(count)) for count in WORLDS}
 
 
-def other_rank(store, orders):
-    """Be the second rank: make the steps that the first one makes."""
-    join(1, store)
+def other_rank(rank, store, orders):
+    """Be another rank: make the steps that the first one makes."""
+    groups = join(rank, store)
     made = {}
     while True:
-        name, kind = orders.recv()
-        if name not in made:
-            made[name] = steps(name)
+        name, count, kind = orders.recv()
+        if (name, count) not in made:
+            made[name, count] = steps(name, groups[count])
         if kind:
-            made[name][kind]()
+            made[name, count][kind]()
 
 
-class Pair:
-    """Two ranks, this process and another one, started when the first row runs."""
+class Company:
+    """This process as the first rank, and the others, started when the first row runs."""
 
-    orders = None
+    orders = ()
+    groups = None
 
     @classmethod
     def start(cls):
-        """Start the other rank, once."""
-        if cls.orders is None:
+        """Start the other ranks, once."""
+        if cls.groups is None:
             store = f"{tempfile.mkdtemp()}/store"
             context = mp.get_context("spawn")
-            cls.orders, theirs = context.Pipe()
-            process = context.Process(target=other_rank, args=(store, theirs), daemon=True)
-            process.start()
-            atexit.register(process.kill)
-            join(0, store)
+            for rank in range(1, max(WORLDS)):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=other_rank, args=(rank, store, theirs), daemon=True)
+                process.start()
+                atexit.register(process.kill)
+                cls.orders = (*cls.orders, ours)
+            cls.groups = join(0, store)
 
     @classmethod
-    def run(cls, name, kind, made):
-        """Make a step on both ranks."""
-        cls.orders.send((name, kind))
+    def tell(cls, name, count, kind):
+        """Tell the first ranks what to do."""
+        for orders in cls.orders[: count - 1]:
+            orders.send((name, count, kind))
+
+    @classmethod
+    def run(cls, name, count, kind, made):
+        """Make a step on each rank."""
+        cls.tell(name, count, kind)
         made[kind]()
 
 
-def candidates(name):
+def candidates(name, count):
     """Give the two trainings of a model."""
-    Pair.start()
-    Pair.orders.send((name, None))
-    made = steps(name)
-    return {kind: partial(Pair.run, name, kind, made) for kind in made}
+    Company.start()
+    Company.tell(name, count, None)
+    made = steps(name, Company.groups[count])
+    return {kind: partial(Company.run, name, count, kind, made) for kind in made}
 
 
-ROWS = [
-    Row(
-        "ranks", f"healthy step of two ranks, {name}", partial(candidates, name), "guarded", "plain",
-        at_most=None if "few ms" in name else 1.03, rounds=41, seconds=6.0,
-    )
-    for name in MODELS
-]  # fmt: skip
+def row(name, count):
+    """Measure a healthy step of some ranks; the goal is one for two ranks, each with a core of its own."""
+    return Row(
+        "ranks", f"healthy step of {WORLDS[count]} ranks, {name}", partial(candidates, name, count), "guarded", "plain",
+        at_most=None if "few ms" in name or count > 2 else 1.03, rounds=41, seconds=6.0,
+        growth=Growth("a healthy step of the guard across ranks, CNN", "ranks", count) if "CNN" in name else None,
+    )  # fmt: skip
+
+
+ROWS = [row(name, 2) for name in MODELS] + [row("CNN with BatchNorm", count) for count in WORLDS if count > 2]
