@@ -179,7 +179,7 @@ def quickly(row: Row) -> Row:
     Returns:
         The same for a first look.
     """
-    return replace(row, rounds=5, seconds=0.2)
+    return replace(row, rounds=3, seconds=0.1)
 
 
 def _once(candidate: Candidate, repeat: int) -> float:
