@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from gradgate.errors import ArgumentValueError, OtherRankError
+from gradgate.guard._shares import WIDTH, Share, Totals
 
 __all__ = ["FAREWELL", "Ranks"]
 
@@ -46,6 +47,22 @@ class Ranks:
                 work.wait(FAREWELL)
             else:
                 work.wait()
+
+    def add_up(self, share: Share, present: Sequence[bool], *, in_haste: bool = False) -> Totals:
+        """Add up what all ranks tell, in one collective of its own.
+
+        Args:
+            share: What this rank tells.
+            present: Which parameters have a gradient here.
+            in_haste: Whether not to wait long for the others.
+
+        Returns:
+            What all ranks tell.
+        """
+        numbers = torch.zeros(WIDTH + len(present), dtype=torch.float64, device=self.device)
+        share.write(numbers, present)
+        self.add(numbers, in_haste=in_haste)
+        return Totals.read(numbers)
 
     def gather(self, value: Any) -> list[Any]:
         """Give what every rank has, to every rank.

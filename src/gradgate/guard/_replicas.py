@@ -118,7 +118,9 @@ class Replicas(Ranks):
             OtherRankError: Another rank is gone.
         """
         if not self._reduces:
-            return self._exchange_numbers(share, in_haste)
+            totals = self.add_up(share, (), in_haste=in_haste)
+            self._expected = totals.kept or self._expected
+            return totals
         buckets, earlier = self._buckets, state.earlier()
         weight = share.kept / self._expected
         if self._sent:
@@ -152,14 +154,6 @@ class Replicas(Ranks):
             state.add_earlier_gradients(without=self._buckets.parameters)
         else:
             scale_and_add(self._trained(), share.kept * self.world_size / totals.kept, state)
-
-    def _exchange_numbers(self, share: Share, in_haste: bool) -> Totals:
-        numbers = torch.zeros(WIDTH, dtype=torch.float64, device=self.device)
-        share.write(numbers, ())
-        self.add(numbers, in_haste=in_haste)
-        totals = Totals.read(numbers)
-        self._expected = totals.kept or self._expected
-        return totals
 
     def _choose_buckets(self) -> None:
         """Make buffers for what is trained now; freezing something makes others."""

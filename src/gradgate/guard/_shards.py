@@ -13,7 +13,7 @@ from gradgate._finite import FiniteCheck
 from gradgate._torch_compat import alone_in_shards, reduce_shards
 from gradgate.guard._ranks import Ranks
 from gradgate.guard._replicas import scale_and_add, signature
-from gradgate.guard._shares import WIDTH, Share, Totals
+from gradgate.guard._shares import Share, Totals
 from gradgate.guard._state import TrainingState
 
 __all__ = ["Shards"]
@@ -88,11 +88,7 @@ class Shards(Ranks):
         Raises:
             OtherRankError: Another rank is gone.
         """
-        trained = self._trained()
-        numbers = torch.zeros(WIDTH + len(trained), dtype=torch.float64, device=self.device)
-        share.write(numbers, [parameter.grad is not None for parameter in trained])
-        self.add(numbers, in_haste=in_haste)
-        return Totals.read(numbers)
+        return self.add_up(share, [parameter.grad is not None for parameter in self._trained()], in_haste=in_haste)
 
     def settle(self, share: Share, totals: Totals, state: TrainingState) -> None:
         """Reduce the mean gradients of all ranks to their shards; while accumulating, keep this rank's part in them.
