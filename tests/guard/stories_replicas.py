@@ -218,6 +218,47 @@ def the_same_with_plain_steps_of_ddp_around(rank):
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+def gradients_that_somebody_keeps_are_not_written_again(rank):
+    """They lie in the buffers that were sent, which are used again only if nobody has them."""
+    ways = [lambda g: g, lambda g: g.detach(), lambda g: g.view(-1)[1:], lambda g: g.numpy()]
+    model = replica()
+    guard = gg.Guard(model)
+    kept, copies = [], []
+    for turn in range(2 * len(ways)):
+        batches = marked(data([4, 4], seed=turn), rank_1={2: GRADIENT} if turn % 3 == 1 else {})
+        model.zero_grad()
+        guard.step(batches[rank], loss_of(model))
+        check_union(model.module, good(batches))
+        parameter = list(model.parameters())[turn % 3]
+        kept.append(ways[turn % len(ways)](parameter.grad))
+        copies.append(torch.as_tensor(kept[-1]).clone())
+    assert all(torch.equal(torch.as_tensor(one), copy) for one, copy in zip(kept, copies, strict=True))
+
+
+def buffers_that_nobody_has_any_more_are_used_again(rank):
+    model = replica()
+    guard = gg.Guard(model)
+    used = []
+    for turn in range(8):
+        model.zero_grad()
+        guard.step(data([4, 4], seed=turn)[rank], loss_of(model))
+        used.append(guard._agreement._buckets._buckets[0].buffer)
+    assert len(set(map(id, used))) < len(used) / 2  # one, unless the backend lets go of it late
+
+
+def gradients_set_to_zero_in_place(rank):
+    """The old way of `zero_grad` leaves the gradients where they are; so does the idiom of its time."""
+    model, plain = replica(), replica()
+    guard = gg.Guard(model)
+    for turn in range(4):
+        for parameter in (*model.parameters(), *plain.parameters()):
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+        guard.step(data([4, 4], seed=turn)[rank], loss_of(model))
+        loss_of(plain)(data([4, 4], seed=turn)[rank]).backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 class Kept:
     """A sink that keeps what it is given."""
 
@@ -242,4 +283,7 @@ STORIES = [
     gradients_accumulate_with_and_without_no_sync,
     a_step_that_is_not_made_leaves_what_was_accumulated,
     the_same_with_plain_steps_of_ddp_around,
+    gradients_that_somebody_keeps_are_not_written_again,
+    buffers_that_nobody_has_any_more_are_used_again,
+    gradients_set_to_zero_in_place,
 ]

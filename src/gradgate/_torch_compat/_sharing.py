@@ -8,6 +8,7 @@ __all__ = [
     "copy_on_write",
     "copy_tensors",
     "find_non_finite",
+    "memory_holders",
     "recorded_without_copy",
     "without_copy",
     "write_count",
@@ -84,6 +85,12 @@ def find_non_finite(tensors: list[torch.Tensor], found: torch.Tensor, one: torch
         RuntimeError: A tensor is of a kind that this pass does not know (sparse, complex, overlapping memory).
     """
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+
+
+def memory_holders(tensor: torch.Tensor) -> int:
+    """Count who holds the memory of a tensor: the tensors that lie in it, whoever has them, and this look at it."""
+    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return holders
 
 
 def write_count(tensor: torch.Tensor) -> int:

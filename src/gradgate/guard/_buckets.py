@@ -4,6 +4,9 @@ The gradients lie in flat buffers, cut as DistributedDataParallel cuts them: wha
 backward goes on. The last buffer also carries a few numbers of each rank, so that a step costs no collective more
 than without them. Every rank sends the same buffers in the same order in every round; a rank whose
 gradients turn out to be of no use finishes its round with zeros, and all ranks agree on another one.
+
+What comes back is not copied out: the gradients of the step lie in the buffers. They are used again when nobody has
+those gradients any more, as after `zero_grad()`; else other buffers take their place.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gradgate._torch_compat import copy_tensors
+from gradgate._torch_compat import copy_tensors, memory_holders
 
 __all__ = ["Buckets"]
 
@@ -55,22 +58,14 @@ class Buckets:
     ) -> None:
         self.parameters = list(parameters)
         self._group = group
-        self._buckets: list[_Bucket] = []
+        self._extra = extra
+        self._device = device
+        self._cuts = _cut(self.parameters)
         self._bucket_of = [0] * len(self.parameters)
-        cuts = _cut(self.parameters)
-        for place, numbers in enumerate(cuts):
-            last = place == len(cuts) - 1
-            bucket = self._made(numbers, extra if last and _counts(self.parameters[numbers[0]].dtype) else 0)
-            self._buckets.append(bucket)
+        for place, numbers in enumerate(self._cuts):
             for number in numbers:
                 self._bucket_of[number] = place
-        tail = self._buckets[-1].buffer if self._buckets else torch.empty(0, device=device)
-        if not self._buckets or not _counts(tail.dtype):  # half precision cannot count to a thousand
-            tail = torch.zeros(extra, device=tail.device)
-            self._buckets.append(_Bucket(tail, [], []))
-        self._gradients_of_last = tail[: tail.numel() - extra]
-        self.numbers = tail[tail.numel() - extra :]
-        """What every rank adds to the last buffer; after a round, the sums."""
+        self._lay_out()
         self._listening = False
         self._weight = 0.0
         self._earlier: Mapping[torch.Tensor, torch.Tensor] = {}
@@ -95,6 +90,8 @@ class Buckets:
         """
         self._weight, self._earlier, self._share = weight, earlier, share
         self._works, self._sums = [], []
+        if self._holders() != self._own_holders:
+            self._lay_out()  # somebody has kept gradients, or adds to them
         self._last_is_filled = False
         self._error = None
         self.stale = False
@@ -173,14 +170,35 @@ class Buckets:
                     parameter = self.parameters[number]
                     if present is not None and not present[number]:
                         continue
-                    target = self._earlier.get(parameter, parameter.grad)
-                    if target is None or target.is_sparse:
-                        parameter.grad = view.clone()
+                    earlier = self._earlier.get(parameter)
+                    if earlier is None or earlier.is_sparse:
+                        parameter.grad = view.detach()  # not a copy: it lies in the buffer
                     else:
-                        parameter.grad = target
-                        targets.append(target)
+                        parameter.grad = earlier
+                        targets.append(earlier)
                         sources.append(view)
             copy_tensors(targets, sources)
+        self._earlier = {}
+
+    def _lay_out(self) -> None:
+        """Make the buffers; those of before belong to whoever has gradients in them."""
+        last = len(self._cuts) - 1
+        self._buckets = [
+            self._made(numbers, self._extra if place == last and _counts(self.parameters[numbers[0]].dtype) else 0)
+            for place, numbers in enumerate(self._cuts)
+        ]
+        tail = self._buckets[-1].buffer if self._buckets else torch.empty(0, device=self._device)
+        if not self._buckets or not _counts(tail.dtype):  # half precision cannot count to a thousand
+            tail = torch.zeros(self._extra, device=tail.device)
+            self._buckets.append(_Bucket(tail, [], []))
+        self._gradients_of_last = tail[: tail.numel() - self._extra]
+        self.numbers = tail[tail.numel() - self._extra :]
+        """What every rank adds to the last buffer; after a round, the sums."""
+        self._own_holders = self._holders()
+
+    def _holders(self) -> list[int]:
+        """Count, for each buffer, who holds it: more than at first as long as its gradients are in use."""
+        return [memory_holders(bucket.buffer) for bucket in self._buckets]
 
     def _made(self, numbers: list[int], extra: int) -> _Bucket:
         first = self.parameters[numbers[0]]
@@ -239,19 +257,20 @@ class Buckets:
             self._works.append(None)
 
     def _fill_all(self, bucket: _Bucket, empty: bool) -> None:
+        # A tensor, as to make one of a number for every gradient would take as long as to multiply a small one.
+        weight = torch.full((), self._weight, dtype=_sum_dtype(bucket.buffer))
         with torch.no_grad():
             for number, view in zip(bucket.numbers, bucket.views, strict=True):
-                self._fill(view, self.parameters[number], empty)
-
-    def _fill(self, view: torch.Tensor, parameter: torch.Tensor, empty: bool) -> None:
-        if empty or self._weight == 0 or parameter.grad is None:
-            view.zero_()
-        elif parameter.grad.is_sparse:
-            view.copy_(parameter.grad.to_dense()).mul_(self._weight)
-        else:
-            torch.mul(parameter.grad, self._weight, out=view)
-        if not empty and parameter in self._earlier:
-            view.add_(self._earlier[parameter], alpha=self._share)
+                parameter = self.parameters[number]
+                gradient = None if empty or self._weight == 0 else parameter.grad
+                if gradient is None:
+                    view.zero_()
+                elif gradient.is_sparse:
+                    view.copy_(gradient.to_dense()).mul_(weight)
+                else:
+                    torch.mul(gradient, weight, out=view)
+                if not empty and parameter in self._earlier:
+                    view.add_(self._earlier[parameter], alpha=self._share)
 
 
 def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:

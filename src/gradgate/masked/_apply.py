@@ -201,32 +201,29 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
     """
     if type(fill_value) is not int:
         _check_fill_value(fill_value, "apply_rows")
-    rows: list[Any] = list(xs)
-    structure = None
-    if len(rows) != 1 or not isinstance(rows[0], torch.Tensor):
-        rows, structure = tree_flatten(xs)
+    single = len(xs) == 1 and isinstance(xs[0], torch.Tensor)  # as most are, and the walk through a tree takes its time
+    rows, structure = (xs, None) if single else tree_flatten(xs)
     if not _fit(keep, rows):
         _check_rows(keep, rows)
-    count, index = keep.shape[0], keep.nonzero().view(-1)
-    kept = index.shape[0]
-    some = is_compiling() or kept < count  # a compiled graph is one for every number of rows
+    index = keep.nonzero().view(-1)
+    some = index.shape[0] < keep.shape[0] or is_compiling()  # a compiled graph is one for every number of rows
     if some:
         rows = [None if row is None else row.index_select(0, index) for row in rows]
-    results, result_structure = _flatten(fn(*(rows if structure is None else tree_unflatten(rows, structure))))
-    for number, result in enumerate(results):
-        if result is not None:
-            _check_result_rows(result, kept)
-            results[number] = (
-                _placed(result, index, count, fill_value, "apply_rows")
-                if some
-                else result.to(dtype_holding(result, fill_value, "fill_value", "apply_rows"))
-            )
-    return results[0] if result_structure is None else tree_unflatten(results, result_structure)
+    result = fn(*(rows if single else tree_unflatten(rows, structure)))
+    if isinstance(result, torch.Tensor):
+        return _in_all_rows(result, keep, index, some, fill_value)
+    leaves, structure = tree_flatten(result)
+    placed = [None if leaf is None else _in_all_rows(leaf, keep, index, some, fill_value) for leaf in leaves]
+    return tree_unflatten(placed, structure)
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Give the leaves of a pytree, and its structure unless it is a single tensor, as most are."""
-    return ([tree], None) if isinstance(tree, torch.Tensor) else tree_flatten(tree)
+def _in_all_rows(result: Any, keep: torch.Tensor, index: torch.Tensor, some: bool, fill_value: complex) -> torch.Tensor:
+    kept = index.shape[0]
+    if not isinstance(result, torch.Tensor) or result.dim() == 0 or result.shape[0] != kept:
+        raise _wrong_result(result, kept)
+    if some:
+        return _placed(result, index, keep.shape[0], fill_value, "apply_rows")
+    return result.to(dtype_holding(result, fill_value, "fill_value", "apply_rows"))
 
 
 def _fit(keep: Any, rows: Sequence[Any]) -> bool:
@@ -269,19 +266,18 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> None:
         )
 
 
-def _check_result_rows(result: Any, kept: int) -> None:
+def _wrong_result(result: Any, kept: int) -> ArgumentTypeError | ArgumentValueError:
     if not isinstance(result, torch.Tensor):
-        raise ArgumentTypeError(
+        return ArgumentTypeError(
             f"apply_rows(): `fn` gave {describe(result)}.",
             why="only tensors have rows that can go back to their places.",
             fix="return a tensor, or a tuple, list or dict of tensors; torch.full((len(x),), value) for a number",
         )
-    if result.dim() == 0 or result.shape[0] != kept:
-        raise ArgumentValueError(
-            f"apply_rows(): `fn` was called with {kept} rows and gave {describe(result)}.",
-            why="it has to give one row for each row, so that each can go back to its place.",
-            fix="fn=lambda x: loss(x, reduction='none')   # results for each row, not for the batch",
-        )
+    return ArgumentValueError(
+        f"apply_rows(): `fn` was called with {kept} rows and gave {describe(result)}.",
+        why="it has to give one row for each row, so that each can go back to its place.",
+        fix="fn=lambda x: loss(x, reduction='none')   # results for each row, not for the batch",
+    )
 
 
 # --- results back in their places -----------------------------------------------------------------------------------
@@ -289,11 +285,11 @@ def _check_result_rows(result: Any, kept: int) -> None:
 
 def _placed(values: torch.Tensor, index: torch.Tensor, count: int, fill_value: complex, function: str) -> torch.Tensor:
     dtype = dtype_holding(values, fill_value, "fill_value", function)
+    values = values if values.dtype is dtype else values.to(dtype)
     shape = (count, *values.shape[1:])
     plain = type(fill_value) is int and fill_value == 0  # -0.0 is another number
-    whole = values.new_zeros(shape, dtype=dtype) if plain else values.new_full(shape, fill_value, dtype=dtype)
+    whole = values.new_zeros(shape) if plain else values.new_full(shape, fill_value)
     # In place it saves a copy; torch.func cannot write a batch into what is none.
-    values = values if values.dtype is dtype else values.to(dtype)
     return (whole.index_copy if inside_functorch() else whole.index_copy_)(0, index, values)
 
 

@@ -139,23 +139,26 @@ def total_of(x: torch.Tensor, mask: torch.Tensor, counted: bool) -> tuple[torch.
     """
     size = x.numel() if x.numel() <= 2 * BLOCK else BLOCK
     kept = mask.view(torch.uint8)
-    pieces = [(x, kept)] if size == x.numel() else zip(torch.split(x, size), torch.split(kept, size), strict=True)
     buffer = torch.empty(size, dtype=x.dtype)
-    clean = None
-    totals, numbers = [], []
-    for source, part in pieces:
-        weights = (buffer if len(source) == size else buffer[: len(source)]).copy_(part)
-        total = torch.dot(source, weights)
-        if not math.isfinite(total.item()):
-            clean = clean or Bits(x, 0, size)
-            total = torch.dot(clean.select(source, part, torch.empty_like(weights)), weights)
-        totals.append(total)
+    if size == x.numel():
+        total = _dot(x, kept, buffer)
+        return total, buffer.sum() if counted else total
+    added, number = 0.0, 0.0  # of Python: they are quicker to add than tensors, and hold more
+    for source, part in zip(torch.split(x, size), torch.split(kept, size), strict=True):
+        weights = buffer if len(source) == size else buffer[: len(source)]
+        added += _dot(source, part, weights).item()
         if counted:
-            numbers.append(weights.sum())
-    if len(totals) > 1:
-        totals = [torch.stack(totals).sum()]
-        numbers = [torch.stack(numbers).long().sum()] if counted else []  # a float cannot count to more than 2**24
-    return totals[0], numbers[0] if counted else totals[0]
+            number += weights.sum().item()
+    total = torch.tensor(added, dtype=x.dtype)
+    return total, torch.tensor(int(number)) if counted else total
+
+
+def _dot(x: torch.Tensor, kept: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Add up what is kept, and leave the weights 1 and 0 behind."""
+    total = torch.dot(x, weights.copy_(kept))
+    if math.isfinite(total.item()):
+        return total
+    return torch.dot(Bits(x, 0, len(x)).select(x, kept, torch.empty_like(weights)), weights)
 
 
 def squares(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,6 +214,8 @@ def reduce(
         parts = zip(*[reduce(reduction, *column, doubtful) for column in columns], strict=True)
         return tuple(torch.cat(part, -1) for part in parts)
     results = reduction(x, mask, exact=False)
+    if math.isfinite(results[0].sum().item()):
+        return results
     again = doubtful(results[0])
     if again.any():
         rows = again.any(1).nonzero().squeeze(1)

@@ -170,7 +170,7 @@ def _extreme(
     slices = slices.with_mask()
     if slices.x.is_floating_point():
         found = extreme(slices.x, slices.full_mask(), slices.dims, slices.keepdim, largest=reduce is torch.amax)
-        if may_look(slices.x, slices.full_mask()) and not found.isinf().any():
+        if may_look(slices.x, slices.full_mask()) and math.isfinite(found.detach().sum().item()):
             return found  # so nothing is empty, and there is no need to count
         return slices.settle(found)
     return slices.settle(reduce(slices.filled(limit(slices.x.dtype)), slices.dims, keepdim=slices.keepdim))

@@ -132,7 +132,8 @@ def extreme(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool, larg
         The extremes, infinite where nothing is kept; the gradient is shared by those that are equal.
     """
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
-        found = apply_function(_Extreme, _grouped(x, dims), _grouped(mask.expand(x.shape), dims), largest)
+        grouped = _grouped(x, dims), _grouped(mask if mask.shape == x.shape else mask.expand(x.shape), dims)
+        found = apply_function(_Extreme, *grouped, largest) if recorded(x) else _blocks.extreme(*grouped, largest)
         return _shaped(found, x, dims, keepdim)
     limit = -math.inf if largest else math.inf
     filled = torch.where(mask, x, limit)
@@ -183,7 +184,8 @@ def softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tenso
     nothing = -math.inf if logarithm else 0.0
     if x.dtype in _FLOATS and goes_by_blocks(x, mask):
         shape = (x.numel() // x.shape[-1], x.shape[-1])
-        found = apply_function(_Softmax, x.reshape(shape), mask.expand(x.shape).reshape(shape), logarithm)
+        rows = x.reshape(shape), mask.expand(x.shape).reshape(shape)
+        found = apply_function(_Softmax, *rows, logarithm) if recorded(x) else _exponentials.softmax(*rows, logarithm)
         result: torch.Tensor = found.view(x.shape)
         return result
     function = torch.log_softmax if logarithm else torch.softmax

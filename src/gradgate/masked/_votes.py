@@ -10,6 +10,7 @@ multiplied, and comparisons that write 0 and 1 into integers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -70,7 +71,8 @@ def vote_on_cpu(
     way: Callable[..., Found]
     if few and _bits_of_keys(size, low, high) < 64:
         way, dim = _by_pairs, 1
-        x, mask = _planes(x), None if mask is None else _planes(mask)
+        by_rows = x.is_contiguous()
+        x, mask = _planes(x, by_rows), None if mask is None else _planes(mask, by_rows)
     else:
         way, dim = _by_bins if high - low < 4 * size else _by_torch if size <= LONG else _by_sorting, 0
         x, mask = x.reshape(-1, size), None if mask is None else mask.reshape(-1, size)
@@ -81,7 +83,7 @@ def vote_on_cpu(
     for start in range(0, count, step):
         stop = min(count, start + step)
         kept = None if mask is None else mask.narrow(dim, start, stop - start).view(torch.uint8)
-        codes = _codes(x.narrow(dim, start, stop - start), kept)
+        codes = _codes(x.narrow(dim, start, stop - start))
         indices, counts, best = way(codes.clamp(low, high) if far else codes, kept, low, high)
         found[0, start:stop], found[1, start:stop] = indices, counts
         if values is not None:
@@ -90,34 +92,30 @@ def vote_on_cpu(
     return found[0].reshape(shape), found[1].reshape(shape), None if values is None else values.reshape(shape), certain
 
 
-def _planes(x: torch.Tensor) -> torch.Tensor:
-    """Give rows as columns: element i of every row together, without a copy where the rows lie one after the other."""
+def _planes(x: torch.Tensor, by_rows: bool) -> torch.Tensor:
+    """Give rows as columns: in memory the rows one after the other, or element i of every row together."""
     size = x.shape[-1]
-    return x.view(-1, size).t() if x.is_contiguous() else x.movedim(-1, 0).reshape(size, -1)
+    return x.reshape(-1, size).t() if by_rows else x.movedim(-1, 0).reshape(size, -1)
 
 
 # --- values as integers -----------------------------------------------------------------------------------------------
 
 
-def _codes(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """Give integers in the order of the values: one for 0.0 and -0.0, one above all others for all kept NaNs."""
+def _codes(x: torch.Tensor) -> torch.Tensor:
+    """Give integers in the order of the values: one for 0.0 and -0.0, one above all others for all NaNs."""
     if x.dtype is torch.bool:
         return x.to(torch.uint8)
     if not x.is_floating_point():
         return x
-    x = (x.float() if x.element_size() < 4 else x) + 0.0  # -0.0 + 0.0 is 0.0
-    whole = torch.int32 if x.dtype is torch.float32 else torch.int64
-    bits = x.view(whole)
-    if kept is not None:
-        bits.mul_(kept.to(whole))
-    nan = _holds(torch.ne, x, x, whole) if x.amax().isnan() else None
-    bits.bitwise_xor_((bits >> torch.iinfo(whole).bits - 1).bitwise_and_(torch.iinfo(whole).max))
-    return bits if nan is None else bits.mul_(1 - nan).add_(nan.mul_(_code_of_nan(whole)))
+    x = x.float() if x.element_size() < 4 else x
+    whole = torch.int32 if x.element_size() == 4 else torch.int64
+    # Without their sign the bits of floats are in the order of the floats.
+    bits = torch.nan_to_num(x, nan=math.nan, posinf=math.inf, neginf=-math.inf).view(whole)
+    return torch.sign(bits).mul_(bits.bitwise_and_(torch.iinfo(whole).max))
 
 
 def _code_of_nan(whole: torch.dtype) -> int:
-    # One more than the code of infinity; beyond it there is room for the payloads of NaN, which nothing uses.
-    return 0x7F800001 if whole is torch.int32 else 0x7FF0000000000001
+    return 0x7FC00000 if whole is torch.int32 else 0x7FF8000000000000
 
 
 def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int, int, bool]:
@@ -198,20 +196,17 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
     one_vote = 1 << value_bits + index_bits
     bits = _bits_of_keys(size, low, high)
     whole = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64
-    numbers = torch.arange(size, dtype=whole).unsqueeze(1)
     # Values count from 1; what is left out becomes 0, which none of the kept equals. Narrow numbers are fast numbers.
     fits = torch.iinfo(whole).min <= low and high < torch.iinfo(whole).max
-    values = _narrowed(planes if fits else planes - low, whole).sub_(low - 1 if fits else -1)
-    if kept is not None:
-        present = torch.empty(planes.shape, dtype=whole).copy_(kept)
-        values.mul_(present)
-    keys = (values * -(1 << index_bits)).add_(numbers + 2 * one_vote)
+    values = _turned(planes if fits else planes - low, kept, whole, low - 1 if fits else -1)
+    numbers = torch.arange(size, dtype=whole).unsqueeze(1)
+    keys = torch.add(numbers + 2 * one_vote, values, alpha=-(1 << index_bits))
     equal = torch.empty_like(values)
     for distance in range(1, size):
         same = torch.eq(values[:-distance], values[distance:], out=equal[distance:])
         keys[distance:].add_(same, alpha=one_vote)
     if kept is not None:
-        keys.mul_(present)
+        keys.mul_(values.clamp_(max=1))
     best = keys.amax(0)
     counts = best >> value_bits + index_bits
     nobody = torch.eq(counts, 0, out=torch.empty_like(counts))
@@ -219,28 +214,42 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
     return (best & (1 << index_bits) - 1).sub_(nobody), counts, value
 
 
-def _narrowed(planes: torch.Tensor, whole: torch.dtype) -> torch.Tensor:
-    """Copy planes to another dtype; torch turns a matrix around faster plane by plane, and after it is narrow."""
+def _turned(planes: torch.Tensor, kept: torch.Tensor | None, whole: torch.dtype, below: int) -> torch.Tensor:
+    """Give what planes have above a number, 0 where they are left out, in a narrow dtype and as planes in memory.
+
+    torch turns a matrix around faster plane by plane, and after it is narrow.
+    """
+    by_rows = planes.stride(0) < planes.stride(1)
+    values = torch.empty_like(planes, dtype=whole).copy_(planes).sub_(below)
+    if kept is not None:
+        values.mul_(kept.to(whole))
+    if not by_rows:
+        return values
     result = torch.empty(planes.shape, dtype=whole)
-    if planes.is_contiguous():
-        return result.copy_(planes)
-    for plane, column in zip(result, planes.t().to(whole).unbind(1), strict=True):
+    for plane, column in zip(result, values.unbind(), strict=True):
         plane.copy_(column)
     return result
 
 
 def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
     """Count every value of the range; what is left out counts 0, in whatever bin it falls."""
-    width = high - low + 1
-    values = codes.to(_narrowest(min(low, 0), max(high, width)))
+    whole = _narrowest(min(low, 0), max(high, codes.shape[1]))
+    values = codes.to(whole)
+    if kept is not None:
+        # What is left out is often far away. Multiplied by 0 it is not; then 0 is in the range as well.
+        nearer = values * kept.to(whole)
+        least, most = _limits(nearer)
+        if most - least < high - low:
+            values, low, high = nearer, least, most
     values = values - low if low else values
-    keys = _narrowest(0, (values.shape[1] + 1) * width)
+    bits = (high - low).bit_length()
+    keys = _narrowest(0, values.shape[1] + 1 << bits)
     weights = torch.ones((), dtype=keys).expand(values.shape) if kept is None else kept.to(keys)
-    table = torch.zeros((len(values), width), dtype=keys).scatter_add_(1, values.to(torch.int64), weights)
+    table = torch.zeros((len(values), high - low + 1), dtype=keys).scatter_add_(1, values.to(torch.int64), weights)
     # Count and value in one number, as in the comparison of pairs; torch.max with indices is slow.
-    best = table.mul_(width).add_(torch.arange(width - 1, -1, -1, dtype=keys)).amax(1)
-    value = (width - 1 - best % width).to(values.dtype)
-    return _last(_equals(values, value, kept)), best // width, value.long().add_(low)
+    best = table.mul_(1 << bits).sub_(torch.arange(high - low + 1, dtype=keys)).add_(high - low).amax(1)
+    value = (best & (1 << bits) - 1).neg_().add_(high - low).to(values.dtype)
+    return _last(_equals(values, value, kept)), best >> bits, value.long().add_(low)
 
 
 def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
@@ -250,13 +259,14 @@ def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: in
     if whole is None:
         index, counts = vote_anywhere(codes, None if kept is None else kept.view(torch.bool))
         return index, counts, codes.gather(1, index.clamp(min=0).unsqueeze(1)).squeeze(1)
-    codes = codes.to(whole)
+    codes = codes.to(whole, copy=True)
     if kept is not None:
         alone = torch.arange(high + 1, high + 1 + size, dtype=whole)
-        codes = (codes - alone).mul_(kept.to(whole)).add_(alone)  # a difference that wraps around comes back again
+        # A difference that wraps around comes back again.
+        torch.addcmul(alone, kept.to(whole), codes.sub_(alone), out=codes)
     best = codes.mode(1).values
     equal = _equals(codes, best, None)
-    counts, index = equal.sum(1, dtype=torch.int32), _last(equal)
+    counts, index = equal.sum(1, dtype=equal.dtype), _last(equal)
     if kept is None or best.amax() <= high:
         return index, counts, best
     some = torch.le(best, high, out=torch.empty_like(best))  # 0 where the best was left out, so nothing was kept
