@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from gradgate.masked._counting import count_all
 from gradgate.masked._valid import Number
 
 __all__ = [
@@ -143,14 +144,11 @@ def total_of(x: torch.Tensor, mask: torch.Tensor, counted: bool) -> tuple[torch.
     if size == x.numel():
         total = _dot(x, kept, buffer)
         return total, buffer.sum() if counted else total
-    added, number = 0.0, 0.0  # of Python: they are quicker to add than tensors, and hold more
+    added = 0.0  # a number of Python: quicker to add to than a tensor, and it holds more
     for source, part in zip(torch.split(x, size), torch.split(kept, size), strict=True):
-        weights = buffer if len(source) == size else buffer[: len(source)]
-        added += _dot(source, part, weights).item()
-        if counted:
-            number += weights.sum().item()
+        added += _dot(source, part, buffer if len(source) == size else buffer[: len(source)]).item()
     total = torch.tensor(added, dtype=x.dtype)
-    return total, torch.tensor(int(number)) if counted else total
+    return total, count_all(kept) if counted else total
 
 
 def _dot(x: torch.Tensor, kept: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

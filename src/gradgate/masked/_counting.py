@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["count"]
+__all__ = ["count", "count_all"]
 
 MOST = 255  # what a byte can count to
 WORD = 8
@@ -24,16 +24,38 @@ def count(mask: torch.Tensor) -> torch.Tensor | None:
         The numbers, int64 of shape (outer, inner); None for a mask that has to be counted in another way.
     """
     outer, reduced, inner = mask.shape
-    if mask.numel() == 0 or not mask.is_contiguous() or mask.storage_offset() % WORD:
+    if mask.numel() == 0 or not mask.is_contiguous():
         return None
     kept = mask.view(torch.uint8)
+    if outer == inner == 1:
+        return count_all(kept.view(-1)).view(1, 1)
+    if mask.storage_offset() % WORD:
+        return None
     if inner % WORD == 0:
         return _added(kept.view(torch.int64))
-    if inner > 1 or reduced < WORD or (outer > 1 and reduced % WORD):
-        return None
-    rest = reduced % WORD  # only a single slice can have one: the next slice would not start at a whole word
-    found = _added(kept[:, : reduced - rest].view(outer, -1, WORD).view(torch.int64)).sum(1, keepdim=True)
-    return found + kept[:, reduced - rest :].sum() if rest else found
+    if inner == 1 and reduced % WORD == 0:
+        return _added(kept.view(outer, -1, WORD).view(torch.int64)).sum(1, keepdim=True)
+    return None
+
+
+def count_all(kept: torch.Tensor) -> torch.Tensor:
+    """Count the ones among zeros and ones.
+
+    Args:
+        kept: Bytes, 1-D.
+
+    Returns:
+        Their number, int64, 0-dim.
+    """
+    kept = kept.contiguous()
+    first = -kept.storage_offset() % WORD  # where the first whole word is
+    columns = (len(kept) - first) // (MOST * WORD)
+    if columns < 1:
+        return kept.sum()
+    last = first + columns * MOST * WORD
+    # As long rows above each other: then many words are added by one instruction.
+    added = kept[first:last].view(torch.int64).view(MOST, columns).sum(0)
+    return added.view(torch.uint8).sum(dtype=torch.int32) + kept[:first].sum() + kept[last:].sum()
 
 
 def _added(words: torch.Tensor) -> torch.Tensor:
