@@ -17,7 +17,7 @@ from gradgate._places import Owner, owner_of, written
 
 __all__ = ["Place", "is_foreign", "locate", "place_of_traceback", "stack_of"]
 
-_inside: dict[CodeType, bool] = {}
+_inside: dict[str, bool] = {}  # by file: code that is the same in two files is equal for Python
 
 
 def is_foreign(code: CodeType) -> bool:
@@ -29,9 +29,9 @@ def is_foreign(code: CodeType) -> bool:
     Returns:
         Whether its frames are passed over.
     """
-    known = _inside.get(code)
+    known = _inside.get(code.co_filename)
     if known is None:
-        known = _inside[code] = owner_of(code.co_filename) in (Owner.OURS, Owner.TORCH, Owner.PYTHON)
+        known = _inside[code.co_filename] = owner_of(code.co_filename) in (Owner.OURS, Owner.TORCH, Owner.PYTHON)
     return known
 
 
@@ -95,7 +95,7 @@ def locate(frame: FrameType | None) -> tuple[CodeType, int] | None:
     inside = _inside
     while frame is not None:
         code = frame.f_code
-        foreign = inside.get(code)
+        foreign = inside.get(code.co_filename)
         if foreign is None:
             foreign = is_foreign(code)
         if not foreign:

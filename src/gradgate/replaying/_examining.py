@@ -9,7 +9,7 @@ import torch
 from gradgate._snapshot import restored
 from gradgate.doctor import Diagnosis, diagnose
 from gradgate.ledger import Ledger
-from gradgate.replaying._replay import read_sample, stored_sample
+from gradgate.replaying._stored import read_sample, stored
 from gradgate.replaying._trial import LossFunction, twice
 
 __all__ = ["examine"]
@@ -53,10 +53,9 @@ def examine(
         >>> gg.replaying.examine(ledger, step.dropped[0].id, loss_fn, model=model).findings[0].title
         'the tensor sample holds NaN before `model(batch)` reads it'
     """
-    book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
-    incident = book.incident(incident_id)
-    sample = read_sample(stored_sample(book, incident), loss_fn)
+    _, data, state = stored(ledger, incident_id)
+    sample = read_sample(data, loss_fn)
     if rows > 1:
         sample = twice(sample, batch_dim)
-    with restored(book.snapshot_of(incident.id), model):
+    with restored(state, model):
         return diagnose(lambda: loss_fn(sample).mean(), model=model)

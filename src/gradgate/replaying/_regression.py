@@ -12,7 +12,7 @@ import torch
 from gradgate._snapshot import restored
 from gradgate.errors import ArgumentValueError, LedgerError
 from gradgate.ledger import Ledger
-from gradgate.replaying._replay import read_sample, stored_sample
+from gradgate.replaying._stored import read_sample, stored
 from gradgate.replaying._trial import LossFunction, find_fault
 
 __all__ = ["assert_passes", "write_test"]
@@ -103,9 +103,7 @@ def write_test(
             why="a new test gets a new file.",
             fix="--as-test tests/test_bad_sample.py",
         )
-    book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
-    incident = book.incident(incident_id)
-    payload, state = stored_sample(book, incident), book.snapshot_of(incident.id)
+    incident, payload, state = stored(ledger, incident_id)
     imports, names = zip(*(_imported(text) for text in (entry, model) if text is not None), strict=True)
     arguments = ", ".join(["SAMPLE", names[0], *(f"model={name}" for name in names[1:])])
     what = f"{incident.exception_type}: {incident.message}" if incident.exception_type else incident.cause

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from gradgate._payload import decode, missing_in
 from gradgate._snapshot import restored
-from gradgate.errors import LedgerError
 from gradgate.ledger import Ledger
 from gradgate.records import Incident
+from gradgate.replaying._stored import read_sample, stored
 from gradgate.replaying._trial import Fault, LossFunction, find_fault
 
-__all__ = ["Replay", "Verdict", "read_sample", "replay", "stored_sample"]
+__all__ = ["Replay", "Verdict", "replay"]
 
 Verdict = Literal["same", "another", "passes"]
 
@@ -126,10 +124,7 @@ def replay(
         >>> gg.replay(ledger, step.dropped[0].id, lambda batch: model(batch.nan_to_num()).mean()).verdict
         'passes'
     """
-    book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
-    incident = book.incident(incident_id)
-    data = stored_sample(book, incident)
-    state = book.snapshot_of(incident.id)
+    incident, data, state = stored(ledger, incident_id)
 
     def is_the_recorded_one(fault: Fault) -> bool:
         return _same(fault, incident)
@@ -140,74 +135,6 @@ def replay(
     verdict: Verdict = "passes" if fault is None else "same" if _same(fault, incident) else "another"
     used = state is not None and model is not None
     return Replay(incident=incident, verdict=verdict, fault=fault, rows=rows, snapshot=used)
-
-
-def stored_sample(ledger: Ledger, incident: Incident) -> bytes:
-    """Give the bytes of an incident's sample.
-
-    Args:
-        ledger: The ledger.
-        incident: The incident.
-
-    Returns:
-        The stored sample.
-
-    Raises:
-        LedgerError: It was not stored.
-    """
-    data = ledger.payload_of(incident.id)
-    if data is not None:
-        return data
-    reason = incident.details.get("not_stored")
-    loading = incident.stage == "load"
-    raise LedgerError(
-        f"the sample of incident {incident.id} was not stored{f': {reason}' if reason else ''}.",
-        why="it failed while it was loaded, so there was no sample to keep."
-        if loading
-        else "values of samples are kept only where that was asked for.",
-        fix=f"dataset[{incident.sample_id}]   # load it again"
-        if loading
-        else 'gg.Guard(model, ledger="run.ledger", payload=True)   # for the next run',
-    )
-
-
-def read_sample(data: bytes, loss_fn: LossFunction) -> Any:
-    """Read a stored sample, with the named tuples and dataclasses that the module of loss_fn knows.
-
-    Args:
-        data: The stored bytes.
-        loss_fn: The function that will take it.
-
-    Returns:
-        The sample.
-
-    Raises:
-        LedgerError: It was not stored whole.
-    """
-    sample = decode(data, classes=_classes(loss_fn))
-    missing = missing_in(sample)
-    if missing:
-        raise LedgerError(
-            f"the sample was not stored whole; missing: {', '.join(missing[:5])}.",
-            why="only tensors, numbers, text and trees of them are stored, up to a limit.",
-            fix='gg.Ledger("run.ledger", payload=True, payload_limit=2**28)   # if it was too large',
-        )
-    return sample
-
-
-def _classes(loss_fn: LossFunction) -> list[type]:
-    function: Any = inspect.unwrap(loss_fn)
-    while isinstance(function, partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    known = getattr(function, "__globals__", None)
-    if known is None:
-        known = getattr(getattr(type(function), "__call__", None), "__globals__", {})  # noqa: B004 - the function
-    return [
-        thing
-        for thing in known.values()
-        if isinstance(thing, type) and (is_dataclass(thing) or (issubclass(thing, tuple) and hasattr(thing, "_fields")))
-    ]
 
 
 def _same(fault: Fault, incident: Incident) -> bool:
