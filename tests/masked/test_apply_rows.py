@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import gradgate as gg
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
@@ -187,6 +189,24 @@ def test_a_mask_that_vmap_batches_is_refused_for_rows():
 
     with pytest.raises(ArgumentValueError, match=r"cannot be read here(.|\n)*apply_rows around vmap"):
         torch.vmap(call)(torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        FakeTensorMode,
+        lambda: FakeTensorMode(shape_env=ShapeEnv()),
+        lambda: FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),
+    ],
+    ids=["plain", "with unknown sizes", "with real tensors"],
+)
+@pytest.mark.parametrize("inside", [True, False], ids=["a mask made inside", "a mask made before"])
+def test_a_mask_without_values_is_refused_for_rows(make, inside):
+    before = torch.ones(3, dtype=torch.bool)
+    with make(), pytest.raises(ArgumentValueError, match="cannot be read here"):
+        gg.apply_rows(torch.ones(3, dtype=torch.bool) if inside else before, torch.exp, torch.ones(3))
+    with pytest.raises(ArgumentValueError, match="cannot be read here"):
+        gg.apply_rows(before.to("meta"), torch.exp, torch.ones(3, device="meta"))
 
 
 def test_inside_vmap_a_function_that_mixes_elements_sees_the_stand_ins():

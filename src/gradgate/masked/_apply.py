@@ -202,11 +202,18 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
     if type(fill_value) is not int:
         _check_fill_value(fill_value, "apply_rows")
     single = len(xs) == 1 and isinstance(xs[0], torch.Tensor)  # as most are, and the walk through a tree takes its time
-    rows, structure = (xs, None) if single else tree_flatten(xs)
+    rows: Sequence[Any] = xs
+    structure: Any = None
+    if not single:
+        rows, structure = tree_flatten(xs)
     if not _fit(keep, rows):
         _check_rows(keep, rows)
-    index = keep.nonzero().view(-1)
-    some = index.shape[0] < keep.shape[0] or is_compiling()  # a compiled graph is one for every number of rows
+    try:
+        index = keep.nonzero().view(-1)
+        some = is_compiling() or bool(index.shape[0] < keep.shape[0])  # a compiled graph is for every number of rows
+    except Exception:
+        _check_readable(keep)  # to ask beforehand would take as long as all other checks together
+        raise
     if some:
         rows = [None if row is None else row.index_select(0, index) for row in rows]
     result = fn(*(rows if single else tree_unflatten(rows, structure)))
@@ -228,7 +235,7 @@ def _in_all_rows(result: Any, keep: torch.Tensor, index: torch.Tensor, some: boo
 
 def _fit(keep: Any, rows: Sequence[Any]) -> bool:
     """Say whether all is well for certain: what `_check_rows` asks one by one, in a tenth of the time."""
-    if type(keep) is not torch.Tensor or keep.dtype is not torch.bool or keep.dim() != 1 or not has_data(keep):
+    if type(keep) is not torch.Tensor or keep.dtype is not torch.bool or keep.dim() != 1:
         return False
     count, device = keep.shape[0], keep.device
     for row in rows:
@@ -258,12 +265,15 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> None:
     for row in tensors:
         if row.device != keep.device:
             check_keep(keep.reshape(-1, *[1] * (row.dim() - 1)), row, function="apply_rows")
-    if not is_compiling() and not has_data(keep):
+
+
+def _check_readable(keep: torch.Tensor) -> None:
+    if not has_data(keep):
         raise ArgumentValueError(
             "apply_rows(): the values of `keep` cannot be read here (vmap, FakeTensorMode or the meta device).",
             why="how many rows fn sees depends on them, and here there is not one number of rows.",
             fix="gg.apply_rows(keep, torch.vmap(fn), x)   # apply_rows around vmap instead of inside it",
-        )
+        ) from None
 
 
 def _wrong_result(result: Any, kept: int) -> ArgumentTypeError | ArgumentValueError:
