@@ -25,31 +25,28 @@ class FiniteCheck:
         Returns:
             True if there is a NaN or an Inf.
         """
-        answer = self._found(gradients)
+        answer = None
+        if gradients:
+            first = gradients[0]
+            answer, one = self._flags.get(first.get_device()) or self._new_flags(first)
+            try:
+                find_non_finite(gradients, answer, one)
+            except RuntimeError:
+                # Several devices; sparse, complex or overlapping gradients; or a device without this pass.
+                answer = torch.stack([_any_non_finite(each).to(first.device) for each in gradients]).any().float()
         if loss is not None:
             # 0 if the loss is finite and NaN if not: it travels with the flag in the same read.
             nothing = loss - loss
             answer = nothing if answer is None else answer + nothing.to(answer.device)
-        alarm = answer is not None and answer.item() != 0
-        if alarm:
-            self._flags.clear()
-        return alarm
+        if answer is None or answer.item() == 0:
+            return False
+        self._flags.clear()
+        return True
 
-    def _found(self, gradients: list[torch.Tensor]) -> torch.Tensor | None:
-        if not gradients:
-            return None
-        first = gradients[0]
-        flags = self._flags.get(first.get_device())
-        if flags is None:
-            flags = self._flags[first.get_device()] = (
-                torch.zeros(1, device=first.device),
-                torch.ones(1, device=first.device),
-            )
-        try:
-            find_non_finite(gradients, *flags)
-        except RuntimeError:  # several devices; sparse, complex or overlapping gradients; a device without this pass
-            return torch.stack([_any_non_finite(gradient).to(first.device) for gradient in gradients]).any().float()
-        return flags[0]
+    def _new_flags(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flags = torch.zeros(1, device=like.device), torch.ones(1, device=like.device)
+        self._flags[like.get_device()] = flags
+        return flags
 
 
 def _any_non_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,24 @@
 """The random state of a process: python's, numpy's and torch's on every device in use, taken and put back.
 
-Taking it must be nearly free, because it happens in every step. torch clones a generator in a microsecond, but
+Taking it must be nearly free, because it happens in every step. torch gives its state in a few microseconds, but
 python's `random.getstate()` takes ten and numpy's forty, since they build objects for 624 numbers. In most programs
-neither has moved since the last step. Both keep their numbers in one block of memory of which every draw changes a
-known part, so that part is looked at, and the state is taken only if it has changed. Where the block does not look as
-expected (checked once, against the official state), the state is taken each time.
+few of them have moved since the last step. All three keep their numbers in one block of memory of which every draw
+changes a known part, so that part is looked at, and the state is taken or put back only if it has changed. Where the
+block does not look as expected (checked once, against the official state), that is done each time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from gradgate._torch_compat import draws_of
 
 __all__ = ["RandomState"]
 
@@ -31,12 +34,11 @@ class RandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._torch = _TorchState()
         self._python = _PythonState()
         self._numpy = _NumpyState()
         self._devices: list[tuple[Any, torch.device]] = []
         self._of_devices: list[torch.Tensor] = []
-        self._torch = torch.default_generator.clone_state()
-        self._taken: torch.Tensor | None = None
         self.watch(devices)
 
     def watch(self, devices: Iterable[torch.device]) -> None:
@@ -46,7 +48,7 @@ class RandomState:
 
     def remember(self) -> None:
         """Take the state as it is now."""
-        self._torch, self._taken = torch.default_generator.clone_state(), None
+        self._torch.remember()
         self._python.remember()
         self._numpy.remember()
         if self._devices:
@@ -60,11 +62,35 @@ class RandomState:
 
     def restore_torch(self) -> None:
         """Put back torch's own part of it."""
-        if self._taken is None:
-            self._taken = self._torch.get_state()
-        torch.default_generator.set_state(self._taken)
+        self._torch.restore()
         for (module, device), state in zip(self._devices, self._of_devices, strict=True):
             module.set_rng_state(state, device)
+
+
+class _TorchState:
+    """The state of torch's generator of the CPU."""
+
+    def __init__(self) -> None:
+        self._owner = torch.default_generator
+        self._draws = draws_of(self._owner)
+        self._state = self._owner.get_state()
+        self._mark: Mark = ()
+        self.remember()
+
+    def _look(self) -> Mark:
+        if self._draws is None:
+            return ()
+        count, waiting = self._draws
+        return count.tobytes(), waiting.tobytes()
+
+    def remember(self) -> None:
+        mark = self._look()
+        if mark != self._mark or not mark:
+            self._state, self._mark = self._owner.get_state(), mark
+
+    def restore(self) -> None:
+        if not self._mark or self._look() != self._mark:
+            self._owner.set_state(self._state)
 
 
 class _PythonState:
@@ -73,9 +99,8 @@ class _PythonState:
     def __init__(self) -> None:
         # random.random() and its like are methods of this one object; there is no public name for it.
         self._owner: random.Random = random.random.__self__  # type: ignore[attr-defined]
-        address = id(self._owner) + object.__basicsize__
         # In CPython: an int that each draw moves on, then the words, which change when it has come round.
-        self._place, self._words = ctypes.c_int.from_address(address), ctypes.c_uint64.from_address(address + 4)
+        self._draws = _memory(id(self._owner) + object.__basicsize__, 12)
         self._readable = self._block_is_the_state()
         self._state = self._owner.getstate()
         self._mark: Mark = ()
@@ -87,14 +112,15 @@ class _PythonState:
         if random.Random.__basicsize__ < object.__basicsize__ + 4 * (TWISTER_WORDS + 1):
             return False
         numbers = self._owner.getstate()[1]
-        first = int.from_bytes(b"".join(number.to_bytes(4, sys.byteorder) for number in numbers[:2]), sys.byteorder)
-        return bool(self._place.value == numbers[-1] and self._words.value == first)
+        return self._draws.tobytes() == struct.pack("=i2I", numbers[-1], *numbers[:2])
 
     def _look(self) -> Mark:
-        return self._place.value, self._words.value, self._owner.gauss_next  # type: ignore[attr-defined]
+        if not self._readable:
+            return ()
+        return self._draws.tobytes(), self._owner.gauss_next  # type: ignore[attr-defined]
 
     def remember(self) -> None:
-        mark = self._look() if self._readable else ()
+        mark = self._look()
         if mark != self._mark or not mark:
             self._state, self._mark = self._owner.getstate(), mark
 
@@ -109,6 +135,7 @@ class _NumpyState:
     def __init__(self) -> None:
         self._current: Callable[[], Any] | None = None
         self._generator: Any = None
+        self._draws: tuple[memoryview, memoryview] | None = None
         self._state: dict[str, Any] = {}
         self._mark: Mark = ()
         self.remember()
@@ -137,10 +164,14 @@ class _NumpyState:
         if generator is not self._generator:
             self._generator = generator
             known = type(generator).__name__ == "MT19937"
+            # In numpy: the words, which change when all are drawn, then an int that each draw moves on.
             address = generator.ctypes.state_address if known else 0
-            # In numpy: the words, then an int that each draw moves on.
-            self._words = ctypes.c_uint64.from_address(address) if known else None
-            self._place = ctypes.c_int.from_address(address + 4 * TWISTER_WORDS) if known else None
-        if self._words is None or self._place is None:
+            self._draws = (_memory(address, 8), _memory(address + 4 * TWISTER_WORDS, 4)) if known else None
+        if self._draws is None:
             return ()
-        return self._place.value, self._words.value
+        words, place = self._draws
+        return words.tobytes(), place.tobytes()
+
+
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradgate as gg
 from gradgate import _random_state
 from gradgate._random_state import RandomState
+from gradgate._torch_compat import _generators
 
 
 def draw():
@@ -53,7 +55,55 @@ def test_the_quick_way_is_the_official_state():
     assert random.getstate() == before
 
 
+TORCH_DRAWS = {
+    "uniform": lambda: torch.rand(1),
+    "a whole round": lambda: torch.rand(624),
+    "normal, of which one waits": lambda: torch.randn(1),
+    "many normal": lambda: torch.randn(33),
+    "integers": lambda: torch.randint(5, (1,)),
+    "a permutation": lambda: torch.randperm(4),
+    "dropout": lambda: nn.functional.dropout(torch.ones(2)),
+    "a choice": lambda: torch.multinomial(torch.ones(3), 1),
+    "exponential": lambda: torch.empty(1).exponential_(),
+    "gamma": lambda: torch.distributions.Gamma(1.0, 1.0).sample(),
+    "a seed": lambda: torch.manual_seed(torch.initial_seed() + 1),
+}
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+@pytest.mark.parametrize("kind", TORCH_DRAWS)
+def test_every_draw_of_torch_is_seen(kind, waiting):
+    torch.manual_seed(5)
+    state = RandomState()
+    assert state._torch._draws is not None
+    if waiting:
+        torch.randn(1)  # a second one waits
+    before = torch.get_rng_state()
+    state.remember()
+    TORCH_DRAWS[kind]()
+    assert not torch.equal(torch.get_rng_state(), before)
+    state.restore()
+    assert torch.equal(torch.get_rng_state(), before)
+    TORCH_DRAWS[kind]()
+    after = torch.get_rng_state()
+    state.remember()
+    torch.rand(3)
+    state.restore()
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_the_state_of_torch_is_found_under_any_mode():
+    _generators._start.cache_clear()
+    torch.set_default_device("meta")
+    try:
+        with FakeTensorMode():
+            assert _generators._start() is not None
+    finally:
+        torch.set_default_device(None)
+
+
 def test_where_the_memory_cannot_be_read_the_official_way_is_used(monkeypatch):
+    monkeypatch.setattr(_random_state, "draws_of", lambda generator: None)
     monkeypatch.setattr(_random_state._PythonState, "_block_is_the_state", lambda self: False)
     monkeypatch.setattr(_random_state._NumpyState, "_look", lambda self: ())
     state = RandomState()

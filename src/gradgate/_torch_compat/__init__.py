@@ -5,6 +5,7 @@ Each name says what it promises; where torch changes, this folder changes and no
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gradgate._torch_compat._generators import draws_of
 from gradgate._torch_compat._graph import (
     apply_function,
     bound_apply,
@@ -80,6 +81,7 @@ __all__ = [
     "copy_on_write",
     "copy_tensors",
     "current_node",
+    "draws_of",
     "enter_mode",
     "find_non_finite",
     "function_class_of",

@@ -70,21 +70,15 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
         torch._foreach_copy_(destinations, sources)
 
 
-def find_non_finite(tensors: list[torch.Tensor], found: torch.Tensor, one: torch.Tensor) -> None:
-    """Set `found` to 1 if any element of any tensor is NaN or infinite, without waiting for the device.
+# A name of its own and no function around it: it is called in every step.
+find_non_finite = torch._amp_foreach_non_finite_check_and_unscale_
+"""Set `found`, a float32 tensor of one element, to 1 if any element of any tensor is NaN or infinite.
 
-    It is what GradScaler uses: one fused pass that also multiplies by `one` in place, so the values stay as they
-    are, bit for bit. No other check of many tensors comes near its speed.
-
-    Args:
-        tensors: Dense floating-point tensors on one device.
-        found: A float32 tensor of one element on that device.
-        one: A float32 tensor of one element on that device that holds 1.
-
-    Raises:
-        RuntimeError: A tensor is of a kind that this pass does not know (sparse, complex, overlapping memory).
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+`find_non_finite(tensors, found, one)` is what GradScaler uses: one fused pass that does not wait for the device and
+multiplies by `one` (a float32 tensor that holds 1) in place, so that the values stay as they are, bit for bit. No other
+check of many tensors comes near its speed. Tensors that it does not know (sparse, complex, with overlapping memory, on
+several devices) are a RuntimeError.
+"""
 
 
 def memory_holders(tensor: torch.Tensor) -> int:

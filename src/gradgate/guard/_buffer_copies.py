@@ -33,11 +33,14 @@ class BufferCopies:
 
     def take(self) -> None:
         """Copy the tensors as they are now."""
-        if [tensor.data_ptr() for tensor in self._plain] != self._places:
-            self._lay_out()  # somebody gave them other memory
+        for tensor, place in self._places:
+            if tensor.data_ptr() != place:
+                self._lay_out()  # somebody gave it other memory
+                break
         for copied, seen in self._bytes:
             copied[:] = seen
-        copy_tensors(self._other_copies, self._others)
+        if self._others:
+            copy_tensors(self._other_copies, self._others)
         for copy, tensor in self._lazy:
             copy.copy_(tensor)
 
@@ -57,7 +60,7 @@ class BufferCopies:
         for copy, tensor in eager:
             (self._plain if _lies_plainly(tensor) else self._others).append(tensor)
             (self._plain_copies if _lies_plainly(tensor) else self._other_copies).append(copy)
-        self._places = [tensor.data_ptr() for tensor in self._plain]
+        self._places = [(tensor, tensor.data_ptr()) for tensor in self._plain]
         self._bytes = list(zip(map(_memory_of, self._plain_copies), map(_memory_of, self._plain), strict=True))
 
 

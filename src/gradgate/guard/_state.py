@@ -5,7 +5,6 @@ Parameters are not copied: a step does not write them. `written_parameters` find
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -37,11 +36,9 @@ class TrainingState:
         self.modules = unique = dict.fromkeys(module for root in self._roots for module in root.modules())
         found = (parameter for module in unique for parameter in module.parameters(recurse=False))
         self.parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self._extra, *self._guests]))
-        self._owners = [(module, name) for module in unique for name in buffers_of(module)]
-        self._slots = [(buffers_of(module), name) for module, name in self._owners]
-        self._buffers: list[torch.Tensor | None] = [owner[name] for owner, name in self._slots]
         self._tables = [table for module in unique if (table := buffers_of(module))]
-        dense = [_without_repeats(b) for b in dict.fromkeys(self._buffers) if b is not None]
+        self._bound = [(table, name, buffer) for table in self._tables for name, buffer in table.items()]
+        dense = [_without_repeats(b) for b in dict.fromkeys(buffer for *_, buffer in self._bound) if b is not None]
         self._copies = BufferCopies(dense)
         self._random.watch({tensor.device for tensor in [*self.parameters, *dense]})
 
@@ -63,13 +60,19 @@ class TrainingState:
         if guests or self._guests:
             self._guests = list(guests)
             self.refresh()
-        if self._slots:
-            current = [buffer for table in self._tables for buffer in table.values()]
-            if len(current) != len(self._buffers) or not all(map(operator.is_, current, self._buffers)):
-                self.refresh()  # the model was moved, or a buffer was assigned
+        if self._bound:
+            if self._was_rebound():
+                self.refresh()
             self._copies.take()
         self._gradients = []
         self._lay_aside(self.parameters)
+
+    def _was_rebound(self) -> bool:
+        """Tell whether the model was moved, or a buffer was assigned, added or deleted."""
+        for table, name, buffer in self._bound:
+            if table.get(name, self) is not buffer:
+                return True
+        return sum(map(len, self._tables)) != len(self._bound)
 
     def _lay_aside(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -79,11 +82,11 @@ class TrainingState:
 
     def restore(self) -> None:
         """Put everything back to what it was before the step, with no gradients: ready for another try."""
-        for (owner, name), buffer in zip(self._slots, self._buffers, strict=True):
-            owner[name] = buffer
-        self.restore_tensors()
-        self.forget_gradients()
+        for table, name, buffer in self._bound:
+            table[name] = buffer
+        self._copies.put_back()
         self._random.restore()
+        self.forget_gradients()
         # A cast of a weight that was cached without recording would cut the weight off in the next try.
         torch.clear_autocast_cache()
 
@@ -141,15 +144,15 @@ class TrainingState:
 
     def new_buffers(self) -> list[str]:
         """Name the buffers that appeared during the step; what they were before is not known."""
-        if sum(len(buffers_of(module)) for module in self.modules) == len(self._slots):
+        if sum(len(buffers_of(module)) for module in self.modules) == len(self._bound):
             return []
-        known = {(id(module), name) for module, name in self._owners}
+        known = {(id(table), name) for table, name, _ in self._bound}
         return [
             f"{path}.{name}".lstrip(".")
             for root in self._roots
             for path, module in root.named_modules()
             for name in buffers_of(module)
-            if (id(module), name) not in known
+            if (id(buffers_of(module)), name) not in known
         ]
 
     def parameter_marks(self) -> list[tuple[int, int]]:
