@@ -15,14 +15,12 @@ import torch
 
 from gradgate._torch_compat import has_data
 from gradgate.edits._reading import Chooser, out_of_range
+from gradgate.edits._rows import FEW, named_once
 from gradgate.errors import ArgumentValueError
 
 __all__ = ["Places"]
 
 Done = TypeVar("Done")
-
-_FEW = 1024
-"""Up to so many entries a Python set is faster than the calls of torch that do the same."""
 
 
 class Places:
@@ -199,12 +197,8 @@ class Places:
     def alone(self) -> bool:
         """Tell whether surely no place is named twice. Looks only where looking waits for nothing: on the CPU."""
         if not self.unique and self.indices[0].device.type == "cpu" and has_data(*self.indices):
-            if self.count <= _FEW and 0 not in self.sizes:
-                named = [
-                    [i % size for i in index.tolist()] for index, size in zip(self.indices, self.sizes, strict=True)
-                ]
-                places = set(named[0]) if len(named) == 1 else set(zip(*named, strict=True))
-                self.unique = len(places) == self.count
+            if self.count <= FEW and 0 not in self.sizes:
+                self.unique = named_once(self.indices[0] if len(self.indices) == 1 else self._key(), self.sizes[0])
             else:
                 key = self._key()
                 number = torch.arange(self.count, dtype=torch.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,8 +78,10 @@ def with_extreme(which: str) -> OnPlaces:
     return on_places
 
 
-def choosers(reading: Reading, view: torch.Tensor) -> list[Chooser]:
+def choosers(reading: Reading, view: torch.Tensor) -> Sequence[Chooser]:
     """Give all masks and index tensors as index tensors, in the order of their dimensions."""
+    if not reading.masks:
+        return reading.indices
     found = list(reading.indices)
     for mask in reading.masks:
         found += [

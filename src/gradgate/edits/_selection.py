@@ -11,6 +11,7 @@ import torch
 from gradgate._names import describe
 from gradgate.edits._places import Places
 from gradgate.edits._reading import Mode, Reading, check_mode, read
+from gradgate.edits._rows import with_rows
 from gradgate.edits._rules import (
     Binary,
     OnPlaces,
@@ -78,7 +79,8 @@ class Selection(Generic[Result]):
         """
         # A number is the same for all entries, so it does not matter which of them writes.
         unique = unique_indices or (isinstance(value, (int, float, complex)) and mode != "drop")
-        return self._edit("set", value, second, Places.put, mode, unique)
+        new = with_rows(self._x, self._index, value, unique) if mode == "raise" else None
+        return self._finish(new) if new is not None else self._edit("set", value, second, Places.put, mode, unique)
 
     def add(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Add a value there, all of them where a place is named several times.
