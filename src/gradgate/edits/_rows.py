@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradgate._torch_compat import has_data
+from gradgate._torch_compat import is_compiling
 
 __all__ = ["FEW", "named_once", "with_rows"]
 
@@ -30,16 +30,16 @@ def with_rows(x: torch.Tensor, index: Any, rows: Any, unique: bool) -> torch.Ten
         return None
     if index.dtype is not torch.int64 or index.dim() != 1 or not x.dim() or rows.dtype is not x.dtype:
         return None
-    if not (index.is_cpu and x.is_cpu and rows.is_cpu and has_data(index)):
+    if is_compiling() or not (index.is_cpu and x.is_cpu and rows.is_cpu):
         return None
     count = index.shape[0]
     if rows.shape != (count, *x.shape[1:]):
         return None
-    if not unique and (count > FEW or not named_once(index, x.shape[0])):
-        return None
     try:
+        if not unique and (count > FEW or not named_once(index, x.shape[0])):
+            return None
         return x.index_put((index,), rows)
-    except (IndexError, RuntimeError):
+    except (IndexError, RuntimeError):  # out of range; or vmap and FakeTensorMode, which do not give the numbers
         return None
 
 
