@@ -39,6 +39,7 @@ def test_complex_numbers(law, dtype):
 
 def test_logsumexp_takes_what_torch_takes():
     assert masked.logsumexp(torch.tensor([0, 0, 9]), exclude=9) == math.log(2)
+    assert masked.logsumexp(torch.tensor([False, False, True]), exclude=True) == math.log(2)
     z = torch.tensor([1j, 0.5, 99])
     torch.testing.assert_close(masked.logsumexp(z, exclude=99), torch.logsumexp(z[:2], 0))
 
@@ -170,6 +171,16 @@ def test_the_median_of_infinities():
     assert masked.median(torch.tensor([INF, INF, 0.0]), exclude=0) == INF
     assert masked.quantile(torch.tensor([-INF, 0.0, INF]), 0.75) == INF
     assert masked.quantile(torch.tensor([INF, INF, 0.0]), 0.3, exclude=0) == INF
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_an_infinity_may_be_one_of_the_two_in_the_middle(dtype):
+    x = torch.tensor([[99, 1, INF], [99, -INF, 3], [2, 99, INF], [99, -INF, INF]], dtype=dtype, requires_grad=True)
+    median = masked.median(x, 1, exclude=99)
+    assert median[:3].tolist() == [INF, -INF, INF]
+    assert median[3].isnan()
+    (gradient,) = torch.autograd.grad(median.sum(), x)
+    assert gradient.tolist() == [[0, 0.5, 0.5], [0, 0.5, 0.5], [0.5, 0, 0.5], [0, 0.5, 0.5]]
 
 
 def test_median_of_integers_is_a_float_unless_one_is_chosen():

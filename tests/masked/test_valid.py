@@ -63,6 +63,13 @@ def test_a_number_too_large_or_too_small_for_the_dtype_matches_nothing():
     assert left_out(x, 1e-9) == []
 
 
+@pytest.mark.parametrize("number", [2**63, 2**70, -(2**100), 10**30])
+def test_an_int_that_torch_itself_does_not_take(number):
+    x = torch.tensor([1.0, number], dtype=torch.float64)
+    assert left_out(x, number) == [1]
+    assert left_out(x.to(torch.complex64), number) == [1]
+
+
 def test_bools_and_complex_numbers():
     assert left_out(torch.tensor([True, False]), True) == [0]
     assert left_out(torch.tensor([True, False]), 2) == []
@@ -90,6 +97,8 @@ def test_several_values_come_in_any_container(exclude):
         (torch.float16, torch.tensor([1e6, 1e-9], dtype=torch.float64), []),
         (torch.float32, torch.tensor([7 + 1j, 255]), [2]),
         (torch.bool, torch.tensor([2, 0]), [0]),
+        (torch.uint64, torch.tensor([-1, 255]), [2]),
+        (torch.uint16, torch.tensor([7], dtype=torch.uint64), [1]),
     ],
 )
 def test_values_in_a_tensor_follow_the_same_rules(dtype, values, expected):

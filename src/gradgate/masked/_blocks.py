@@ -23,6 +23,7 @@ from gradgate.masked._counting import count_all
 from gradgate.masked._valid import Number
 
 __all__ = [
+    "CPU",
     "LANES",
     "Bits",
     "Buffer",
@@ -42,6 +43,7 @@ __all__ = [
 
 BLOCK = 3 << 15  # elements: a piece of x, its mask and its buffers fit into the second-level cache
 COLUMNS = 1 << 13  # how much of a longer inner dimension is taken at once, so that a piece has several rows of it
+CPU = torch.device("cpu")  # said wherever memory is taken: torch.set_default_device may say otherwise
 LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Pieces = Iterator[tuple[torch.Tensor, ...]]
@@ -61,7 +63,7 @@ def fill(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
     Returns:
         The filled tensor.
     """
-    result = torch.empty(x.shape, dtype=x.dtype)
+    result = torch.empty(x.shape, dtype=x.dtype, device=CPU)
     mask_bits = Bits(x, value, room_for(x))
     for source, kept, out in cut(x, mask, result):
         mask_bits.select(source, kept, out)
@@ -81,7 +83,7 @@ def expand(slices: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     wanted = slices.unsqueeze(1).expand(mask.shape)
     if not math.isfinite(slices.sum().item()):
         return fill(wanted, mask, 0)
-    result = torch.empty(mask.shape, dtype=slices.dtype)
+    result = torch.empty(mask.shape, dtype=slices.dtype, device=CPU)
     for kept, values, out in cut(mask.view(torch.uint8), wanted, result):
         out.copy_(kept).mul_(values)
     return result
@@ -99,7 +101,7 @@ def distances(x: torch.Tensor, mask: torch.Tensor, center: torch.Tensor, factor:
     Returns:
         A new tensor of the shape of x.
     """
-    result = torch.empty(x.shape, dtype=x.dtype)
+    result = torch.empty(x.shape, dtype=x.dtype, device=CPU)
     mask_bits = Bits(x, 0, room_for(x))
     for source, kept, centers, factors, out in cut(x, mask, _spread(center, x), _spread(factor, x), result):
         mask_bits.select(torch.sub(source, centers, out=out).mul_(factors), kept, out)
@@ -140,14 +142,14 @@ def total_of(x: torch.Tensor, mask: torch.Tensor, counted: bool) -> tuple[torch.
     """
     size = x.numel() if x.numel() <= 2 * BLOCK else BLOCK
     kept = mask.view(torch.uint8)
-    buffer = torch.empty(size, dtype=x.dtype)
+    buffer = torch.empty(size, dtype=x.dtype, device=CPU)
     if size == x.numel():
         total = _dot(x, kept, buffer)
         return total, buffer.sum() if counted else total
     added = 0.0  # a number of Python: quicker to add to than a tensor, and it holds more
     for source, part in zip(torch.split(x, size), torch.split(kept, size), strict=True):
         added += _dot(source, part, buffer if len(source) == size else buffer[: len(source)]).item()
-    total = torch.tensor(added, dtype=x.dtype)
+    total = torch.tensor(added, dtype=x.dtype, device=CPU)
     return total, count_all(kept) if counted else total
 
 
@@ -334,7 +336,7 @@ class Buffer:
     """Room for one piece of a tensor, used again for the next."""
 
     def __init__(self, dtype: torch.dtype, size: int) -> None:
-        self._flat = torch.empty(size, dtype=dtype)
+        self._flat = torch.empty(size, dtype=dtype, device=CPU)
         self._shaped = self._flat
 
     def of(self, shape: torch.Size) -> torch.Tensor:
@@ -348,7 +350,7 @@ class Bits:
 
     def __init__(self, x: torch.Tensor, value: Number, size: int) -> None:
         self._lane = LANES[x.element_size()]
-        self._value = torch.tensor(value, dtype=x.dtype).view(self._lane) if value != 0 else None
+        self._value = torch.tensor(value, dtype=x.dtype, device=CPU).view(self._lane) if value != 0 else None
         self._signed, self._ones = Buffer(torch.int8, size), Buffer(self._lane, size)
 
     def select(self, source: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -369,7 +371,7 @@ class Removal:
     def __init__(self, x: torch.Tensor, limit: float, size: int) -> None:
         # 4 times the largest number is beyond all that can be held, also after any other was added to it.
         self._step, self._away = torch.finfo(x.dtype).min, 4 if limit < 0 else -4
-        self._steps = torch.tensor(self._away, dtype=torch.int8)
+        self._steps = torch.tensor(self._away, dtype=torch.int8, device=CPU)
         self._times = Buffer(torch.int8, size)
 
     def select(self, source: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

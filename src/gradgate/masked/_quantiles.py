@@ -159,13 +159,17 @@ def _selected(slices: Slices, interpolation: Interpolation) -> tuple[torch.Tenso
     if interpolation == "lower" and not low.isnan().any() and (_is_finite(x.detach().sum()) or not x.isnan().any()):
         return result.squeeze(-1), None
     total, number = sums(x.detach(), mask, slices.dims, keepdim=True)
+    finite = _is_finite(total.sum())
     if interpolation == "midpoint":
         # The other one in the middle is the next larger one, unless there are so many equal to the lower one.
         above = filled > low
         alone = (number % 2 == 1) | (2 * (number - counts(above, x.shape, slices.dims, True)) > number)
-        other = torch.where(alone, index, fill(filled, above, math.inf).argmin(-1, keepdim=True))
+        higher = fill(filled, above, math.inf).argmin(-1, keepdim=True)
+        if not finite:  # where the next larger one is infinite, so is what stands for all others
+            higher = torch.where(above.gather(-1, higher), higher, above.to(torch.uint8).argmax(-1, keepdim=True))
+        other = torch.where(alone, index, higher)
         result = result * 0.5 + x.gather(-1, other) * 0.5
-    if not _is_finite(total.sum()):  # NaN may be among what is kept, but need not
+    if not finite:  # NaN may be among what is kept, but need not
         result = torch.where((x.detach().isnan() & mask).any(-1, keepdim=True), math.nan, result)
     return result.squeeze(-1), number.squeeze(-1)
 

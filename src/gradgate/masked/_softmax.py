@@ -48,6 +48,8 @@ def logsumexp(
         tensor(0.6931)
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.logsumexp", keepdim=keepdim, empty=empty)
+    if slices.x.dtype is torch.bool:  # True and False cannot be -inf
+        slices.x = slices.x.to(torch.get_default_dtype())
     if slices.size == 0:
         slices = slices.with_mask()
     result = kernel_of_logsumexp(slices.x, slices.full_mask(), slices.dims)

@@ -107,7 +107,7 @@ def _others(x: torch.Tensor, exclude: Exclude, function: str) -> Iterator[torch.
 def _differs(x: torch.Tensor, value: Number) -> torch.Tensor:
     # For bytes, torch compares with a number ten times faster if it may write 0 and 1 into bytes.
     if x.element_size() == 1 and x.device.type == "cpu" and not inside_functorch() and has_data(x):
-        return torch.ne(x, value, out=torch.empty(x.shape, dtype=torch.uint8)).view(torch.bool)
+        return torch.ne(x, value, out=torch.empty(x.shape, dtype=torch.uint8, device=x.device)).view(torch.bool)
     return x != value
 
 
@@ -150,7 +150,7 @@ def _stored_real(number: float, dtype: torch.dtype) -> float | None:
             return number
         info = torch.finfo(dtype)
         least = info.tiny * info.eps / 2  # half of the smallest number above 0: beneath it, 0 would be stored
-        return number if number == 0 or least < abs(number) <= info.max else None
+        return float(number) if number == 0 or least < abs(number) <= info.max else None  # torch takes no large int
     if not finite or number != int(number):
         return None
     low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -170,5 +170,10 @@ def _matches_tensor(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         matched = matched | (torch.isnan(x) & torch.isnan(same))
         fitting = (torch.isinf(same) == torch.isinf(value)) & ((same == 0) == (value == 0))
     else:
-        fitting = (same.to(value.dtype) == value) & ((same < 0) == (value < 0))
+        fitting = (same.to(value.dtype) == value) & (_is_negative(same) == _is_negative(value))
     return matched & fitting if fits is None else matched & fitting & fits
+
+
+def _is_negative(value: torch.Tensor) -> torch.Tensor:
+    # torch does not compare the wide unsigned integers with 0.
+    return value < 0 if value.dtype.is_signed else torch.zeros_like(value, dtype=torch.bool)

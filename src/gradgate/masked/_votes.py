@@ -17,6 +17,7 @@ import torch
 
 __all__ = ["vote_anywhere", "vote_on_cpu"]
 
+CPU = torch.device("cpu")  # said wherever memory is taken: torch.set_default_device may say otherwise
 MOST_VOTES = 16
 LONG = 4096
 BLOCK = 1 << 18
@@ -77,8 +78,8 @@ def vote_on_cpu(
         way, dim = _by_bins if high - low < 4 * size else _by_torch if size <= LONG else _by_sorting, 0
         x, mask = x.reshape(-1, size), None if mask is None else mask.reshape(-1, size)
     count, certain = x.shape[dim], True
-    found = torch.empty((2, count), dtype=torch.int64)
-    values = None if x.is_floating_point() else torch.empty(count, dtype=x.dtype)
+    found = torch.empty((2, count), dtype=torch.int64, device=CPU)
+    values = None if x.is_floating_point() else torch.empty(count, dtype=x.dtype, device=CPU)
     step = max(1, (BLOCK << dim) // size)  # comparing pairs makes many small steps, which pay in larger blocks
     for start in range(0, count, step):
         stop = min(count, start + step)
@@ -161,7 +162,7 @@ def _narrowest(low: int, high: int) -> torch.dtype | None:
 
 def _holds(compare: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compare, and give 0 and 1 as integers of a dtype."""
-    return compare(a, b, out=torch.empty(a.shape, dtype=dtype))
+    return compare(a, b, out=torch.empty(a.shape, dtype=dtype, device=CPU))
 
 
 def _equals(codes: torch.Tensor, best: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
@@ -174,7 +175,7 @@ def _equals(codes: torch.Tensor, best: torch.Tensor, kept: torch.Tensor | None) 
 
 def _last(equal: torch.Tensor) -> torch.Tensor:
     """Give the index of the last 1 in each row, -1 if there is none."""
-    return equal.mul_(torch.arange(1, equal.shape[1] + 1, dtype=equal.dtype)).amax(1).sub_(1)
+    return equal.mul_(torch.arange(1, equal.shape[1] + 1, dtype=equal.dtype, device=CPU)).amax(1).sub_(1)
 
 
 # --- ways of counting, for one block ----------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
     # Values count from 1; what is left out becomes 0, which none of the kept equals. Narrow numbers are fast numbers.
     fits = torch.iinfo(whole).min <= low and high < torch.iinfo(whole).max
     values = _turned(planes if fits else planes - low, kept, whole, low - 1 if fits else -1)
-    numbers = torch.arange(size, dtype=whole).unsqueeze(1)
+    numbers = torch.arange(size, dtype=whole, device=CPU).unsqueeze(1)
     keys = torch.add(numbers + 2 * one_vote, values, alpha=-(1 << index_bits))
     equal = torch.empty_like(values)
     for distance in range(1, size):
@@ -225,7 +226,7 @@ def _turned(planes: torch.Tensor, kept: torch.Tensor | None, whole: torch.dtype,
         values.mul_(kept.to(whole))
     if not by_rows:
         return values
-    result = torch.empty(planes.shape, dtype=whole)
+    result = torch.empty(planes.shape, dtype=whole, device=CPU)
     for plane, column in zip(result, values.unbind(), strict=True):
         plane.copy_(column)
     return result
@@ -244,10 +245,11 @@ def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int
     values = values - low if low else values
     bits = (high - low).bit_length()
     keys = _narrowest(0, values.shape[1] + 1 << bits)
-    weights = torch.ones((), dtype=keys).expand(values.shape) if kept is None else kept.to(keys)
-    table = torch.zeros((len(values), high - low + 1), dtype=keys).scatter_add_(1, values.to(torch.int64), weights)
+    weights = torch.ones((), dtype=keys, device=CPU).expand(values.shape) if kept is None else kept.to(keys)
+    table = torch.zeros((len(values), high - low + 1), dtype=keys, device=CPU)
+    table.scatter_add_(1, values.to(torch.int64), weights)
     # Count and value in one number, as in the comparison of pairs; torch.max with indices is slow.
-    best = table.mul_(1 << bits).sub_(torch.arange(high - low + 1, dtype=keys)).add_(high - low).amax(1)
+    best = table.mul_(1 << bits).sub_(torch.arange(high - low + 1, dtype=keys, device=CPU)).add_(high - low).amax(1)
     value = (best & (1 << bits) - 1).neg_().add_(high - low).to(values.dtype)
     return _last(_equals(values, value, kept)), best >> bits, value.long().add_(low)
 
@@ -261,7 +263,7 @@ def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: in
         return index, counts, codes.gather(1, index.clamp(min=0).unsqueeze(1)).squeeze(1)
     codes = codes.to(whole, copy=True)
     if kept is not None:
-        alone = torch.arange(high + 1, high + 1 + size, dtype=whole)
+        alone = torch.arange(high + 1, high + 1 + size, dtype=whole, device=CPU)
         # A difference that wraps around comes back again.
         torch.addcmul(alone, kept.to(whole), codes.sub_(alone), out=codes)
     best = codes.mode(1).values
@@ -277,8 +279,8 @@ def _by_sorting(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: 
     """Sort each row alone, with what is left out at its end, and count its runs."""
     whole = _narrowest(low, high)
     codes = codes.to(whole)
-    best = torch.zeros(len(codes), dtype=whole)
-    counts = torch.zeros(len(codes), dtype=torch.int64)
+    best = torch.zeros(len(codes), dtype=whole, device=CPU)
+    counts = torch.zeros(len(codes), dtype=torch.int64, device=CPU)
     for i, row in enumerate(codes):
         number = row.numel()
         if kept is not None:
