@@ -85,6 +85,24 @@ def test_the_gradient_keeps_its_dtype_whatever_the_factor_has(kind):
         assert gradient.tolist() == [2, 3]
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.uint16, torch.int64])
+def test_the_negative_of_any_integer_is_negative(kind):
+    strength = torch.tensor([1, 100]).to(kind)
+    assert gradient_of(lambda x: gg.reverse_grad(x, strength), [1.0, 2.0]).tolist() == [-1, -200]
+    assert torch.func.grad(lambda x: gg.reverse_grad(x, strength).sum())(torch.ones(2)).tolist() == [-1, -100]
+
+
+def test_a_factor_larger_than_a_half_can_hold():
+    def scaled(x):
+        return (gg.scale_grad(x, 1e5) * 1e-4).sum()
+
+    x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    (eager,) = torch.autograd.grad(scaled(x), x)
+    assert eager.tolist() == [10, 10]
+    assert torch.equal(torch.func.grad(scaled)(x.detach()), eager)
+    assert torch.equal(torch.vmap(torch.func.grad(scaled))(x.detach()), eager)
+
+
 # --- clipping -------------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +117,12 @@ def test_a_finite_gradient_is_clipped_however_large_it_is(size):
 def test_half_precision_does_not_overflow_either():
     weights = torch.full((4096,), 6e4, dtype=torch.float16)
     assert gradient_of(lambda x: gg.clip_grad(x, max_norm=64.0), weights).unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_limit_larger_than_the_dtype_can_hold(dtype):
+    gradient = gradient_of(lambda x: gg.clip_grad(x, max_value=1e39), torch.tensor([3.0, -INF], dtype=dtype))
+    assert gradient.tolist() == [3, -torch.finfo(dtype).max]
 
 
 def test_what_is_not_finite_goes_on_as_it_came():

@@ -258,6 +258,8 @@ def _scale(
         check_tensor(x, name="x", function=function)
     if type(factor) is not float or not -math.inf < factor < math.inf:
         check_factor(factor, x, name=name, function=function)
+    if isinstance(factor, torch.Tensor) and not factor.is_floating_point():
+        factor = factor.float()  # the negative of an unsigned integer is no integer of its kind
     if sign == -1:
         factor = -factor
     return _put_rule(x, Scale(factor), factor if isinstance(factor, torch.Tensor) else None, meter, function)

@@ -129,7 +129,8 @@ class Clip(Rule):
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         """Give the gradient within its limits."""
         if self.max_value is not None:
-            gradient = gradient.clamp(-self.max_value, self.max_value)
+            limit = min(self.max_value, torch.finfo(gradient.dtype).max)  # torch does not clamp by more than that
+            gradient = gradient.clamp(-limit, limit)
         if self.max_norm is None or gradient.numel() == 0:
             return gradient
         wide = gradient.float() if gradient.dtype in LOW_PRECISION else gradient

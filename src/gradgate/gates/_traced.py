@@ -9,7 +9,7 @@ import torch
 
 from gradgate._torch_compat import inside_forward_mode, inside_functorch, is_compiling
 from gradgate.errors import ArgumentError
-from gradgate.gates._rules import Mask, Rule, Scale, Whole
+from gradgate.gates._rules import LOW_PRECISION, Mask, Rule, Scale, Whole
 
 __all__ = ["put_rule", "swap"]
 
@@ -118,7 +118,8 @@ def put_rule(x: torch.Tensor, rule: Rule, function: str) -> torch.Tensor:
     if isinstance(rule, Scale):
         factor = rule.factor
         if not isinstance(factor, torch.Tensor):
-            factor = torch.tensor(factor, dtype=x.real.dtype, device=x.device)
+            wide = torch.float32 if x.dtype in LOW_PRECISION else x.real.dtype  # 100,000 is not a float16
+            factor = torch.tensor(factor, dtype=wide, device=x.device)
         product = (x * factor).to(x.dtype)
         return swap(x.detach(), torch.where(factor == 0, x.detach(), product), function)
     return _applied(_variant(Gated, GatedUnderTransforms, function), x, rule)
