@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from gradgate import masked
-from gradgate.masked import _blocks, _ways
+from gradgate.masked import _blocks, _kernels, _ways
 from tests import witness
 from tests.masked.laws import BY_NAME, SMOOTH
 from tests.masked.test_laws import GARBAGE, masked_values, soiled
@@ -21,14 +21,16 @@ EDGES = (torch.finfo(torch.float32).max, torch.finfo(torch.float32).min)
 
 def tiny_blocks(block=8, columns=3):
     """Send everything through blocks, and make them so small that every way of cutting happens."""
-    return mock.patch.multiple(_blocks, BLOCK=block, COLUMNS=columns), mock.patch.object(_ways, "SMALL", 1)
+    return mock.patch.multiple(_blocks, BLOCK=block, COLUMNS=columns), mock.patch.dict(
+        _ways.WORTH, dict.fromkeys(_ways.WORTH, 1)
+    )
 
 
 def both_ways(fn, inputs, order, block=8, columns=3):
     blocks, no_small = tiny_blocks(block, columns)
     with blocks, no_small:
         ours = witness.value_and_gradients(fn, inputs, order)
-    with mock.patch.object(_ways, "SMALL", math.inf):
+    with mock.patch.dict(_ways.WORTH, dict.fromkeys(_ways.WORTH, math.inf)):
         plain = witness.value_and_gradients(fn, inputs, order)
     return ours, plain
 
@@ -50,6 +52,21 @@ def test_both_ways_agree(law, drawn, garbage, dtype, block):
         low = {torch.float16, torch.bfloat16} & {dtype}
         if not (low and order == 2):  # halves differ in the second order by more than they can say
             witness.assert_same(ours[1], plain[1], what=f"gradient {order}", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["amax", "amin", "softmax", "log_softmax", "logsumexp"])
+@settings(max_examples=40)
+@given(masked_values(), st.sampled_from(GARBAGE[:4]), st.sampled_from(DTYPES[:2]))
+def test_what_other_devices_do_agrees_with_what_small_tensors_do(name, drawn, garbage, dtype):
+    x, keep, dim = drawn
+    x = soiled(x.to(dtype), keep, garbage)
+    fn = lambda x: BY_NAME[name].fn(x, dim, keep=keep)  # noqa: E731
+    for order in (1, 2):
+        ours = witness.value_and_gradients(fn, [x], order)
+        with mock.patch.object(_kernels, "may_read", return_value=False):
+            plain = witness.value_and_gradients(fn, [x], order)
+        witness.assert_same(ours[0], plain[0], what="value", dtype=dtype)
+        witness.assert_same(ours[1], plain[1], what=f"gradient {order}", dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool])
@@ -83,7 +100,7 @@ def test_both_ways_agree_on_large_tensors(shape):
         for dim in {0, len(shape) - 1, len(shape) // 2}:
             fn = lambda x: BY_NAME[name].fn(x, dim, keep=keep)  # noqa: B023, E731
             ours = witness.value_and_gradients(fn, [x])
-            with mock.patch.object(_ways, "SMALL", math.inf):
+            with mock.patch.dict(_ways.WORTH, dict.fromkeys(_ways.WORTH, math.inf)):
                 plain = witness.value_and_gradients(fn, [x])
             for a, b in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)

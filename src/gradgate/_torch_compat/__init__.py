@@ -57,6 +57,7 @@ from gradgate._torch_compat._sharing import (
     write_count,
     write_mark,
 )
+from gradgate._torch_compat._softmax import softmax_backward
 from gradgate._torch_compat._tracing import (
     assert_later,
     has_data,
@@ -109,6 +110,7 @@ __all__ = [
     "schema_of",
     "shard_group",
     "shard_roots",
+    "softmax_backward",
     "sync_buffers",
     "tree_flatten",
     "tree_unflatten",

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gradgate._torch_compat import apply_function
-from gradgate.masked import _blocks, _exponentials, _ways
+from gradgate._torch_compat import apply_function, softmax_backward
+from gradgate.masked import _blocks, _exponentials
 from gradgate.masked._counting import count
-from gradgate.masked._valid import Number
-from gradgate.masked._ways import goes_by_blocks, may_look, recorded
+from gradgate.masked._valid import SMALL, Number
+from gradgate.masked._ways import goes_by_blocks, may_look, may_read, recorded
 
 __all__ = ["counts", "extreme", "fill", "logsumexp", "softmax", "squares", "sums"]
 
@@ -58,7 +58,7 @@ def counts(mask: torch.Tensor, shape: torch.Size, dims: Dims, keepdim: bool) -> 
         The numbers, int64.
     """
     mask = mask if mask.shape == shape else mask.expand(shape)
-    if mask.numel() >= _ways.SMALL and may_look(mask, mask):
+    if mask.numel() >= SMALL and may_look(mask, mask):
         found = count(_grouped(mask, dims)) if mask.numel() > _blocks.BLOCK else None
         if found is not None:
             return _shaped(found, mask, dims, keepdim)
@@ -82,9 +82,10 @@ def sums(
     Returns:
         The sums, in float32 for halves, and the numbers; without them, the sums again.
     """
-    if x.dtype in _FLOATS and goes_by_blocks(x, mask):
+    in_one_go = len(dims) == x.dim() and not keepdim and x.element_size() > 2 and not recorded(x)
+    if x.dtype in _FLOATS and goes_by_blocks(x, mask, "one" if in_one_go else "few"):
         mask = mask if mask.shape == x.shape else mask.expand(x.shape)
-        if len(dims) == x.dim() and not keepdim and x.element_size() > 2 and not recorded(x):
+        if in_one_go:
             flat = (x, mask) if len(dims) == 1 else (x.reshape(-1), mask.reshape(-1))
             return _blocks.total_of(*flat, counted)
         grouped = _grouped(x, dims), _grouped(mask, dims)
@@ -108,7 +109,7 @@ def squares(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool) -> t
     Returns:
         The sums of squares and the numbers.
     """
-    if goes_by_blocks(x, mask):
+    if goes_by_blocks(x, mask, "many"):
         found, number = apply_function(_Squares, _grouped(x, dims), _grouped(mask.expand(x.shape), dims))
         return _shaped(found, x, dims, keepdim), _shaped(number, x, dims, keepdim)
     total, number = sums(x, mask, dims, True)
@@ -131,9 +132,9 @@ def extreme(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool, larg
     Returns:
         The extremes, infinite where nothing is kept; the gradient is shared by those that are equal.
     """
-    if x.dtype in _FLOATS and goes_by_blocks(x, mask):
+    if x.dtype in _FLOATS and may_read(x, mask):
         grouped = _grouped(x, dims), _grouped(mask if mask.shape == x.shape else mask.expand(x.shape), dims)
-        found = apply_function(_Extreme, *grouped, largest) if recorded(x) else _blocks.extreme(*grouped, largest)
+        found = apply_function(_Extreme, *grouped, largest) if recorded(x) else _extreme(*grouped, largest)
         return _shaped(found, x, dims, keepdim)
     limit = -math.inf if largest else math.inf
     filled = torch.where(mask, x, limit)
@@ -147,6 +148,14 @@ def extreme(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool, larg
     return torch.where((found == limit) & (number > 0), mean, found)
 
 
+def _extreme(x: torch.Tensor, mask: torch.Tensor, largest: bool) -> torch.Tensor:
+    """Find the extremes of (outer, reduced, inner), unseen by autograd."""
+    if goes_by_blocks(x, mask):
+        return _blocks.extreme(x, mask, largest)
+    filled = torch.where(mask, x, -math.inf if largest else math.inf)
+    return (torch.amax if largest else torch.amin)(filled, 1)
+
+
 def logsumexp(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> torch.Tensor:
     """Give the logarithm of the sum of the exponentials of what is kept, with reduced dimensions of size 1.
 
@@ -158,7 +167,7 @@ def logsumexp(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> torch.Tensor:
     Returns:
         -inf where nothing is kept, or nothing but -inf; its gradient is 0 there.
     """
-    if x.dtype in _FLOATS[:2] and goes_by_blocks(x, mask):
+    if x.dtype in _FLOATS[:2] and goes_by_blocks(x, mask, "many"):
         found = apply_function(_LogSumExp, _grouped(x, dims), _grouped(mask.expand(x.shape), dims))
         return _shaped(found, x, dims, True)
     if may_look(x, mask):
@@ -181,21 +190,21 @@ def softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tenso
     Returns:
         0, or -inf for the logarithm, where an element is left out, and for a slice with nothing but -inf.
     """
-    nothing = -math.inf if logarithm else 0.0
-    if x.dtype in _FLOATS and goes_by_blocks(x, mask):
+    if x.dtype in _FLOATS and may_read(x, mask):
         shape = (x.numel() // x.shape[-1], x.shape[-1])
-        rows = x.reshape(shape), mask.expand(x.shape).reshape(shape)
-        found = apply_function(_Softmax, *rows, logarithm) if recorded(x) else _exponentials.softmax(*rows, logarithm)
+        mask = mask if mask.shape == x.shape else mask.expand(x.shape)
+        rows = (x, mask) if x.dim() == 2 else (x.reshape(shape), mask.reshape(shape))
+        found = apply_function(_Softmax, *rows, logarithm) if recorded(x) else _softmax(*rows, logarithm)[0]
         result: torch.Tensor = found.view(x.shape)
         return result
     function = torch.log_softmax if logarithm else torch.softmax
-    if may_look(x, mask):
-        found = function(fill(x, mask, -math.inf), -1)
-        if not found.select(-1, 0).isnan().any():  # then every slice has a weight, and what is left out has none
-            return fill(found, mask, nothing) if recorded(x) else found
     mask, _ = _with_weight(x, mask, (x.dim() - 1,))
     # exp(-inf - -inf) is NaN where nothing is kept; in the place of what is left out that is taken away again.
-    return fill(function(fill(x, mask, -math.inf), -1), mask, nothing)
+    return fill(function(fill(x, mask, -math.inf), -1), mask, -math.inf if logarithm else 0.0)
+
+
+def _softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _exponentials.softmax(x, mask, logarithm, in_pieces=goes_by_blocks(x, mask))
 
 
 def _with_weight(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,10 +235,10 @@ def _shaped(result: torch.Tensor, x: torch.Tensor, dims: Dims, keepdim: bool) ->
 def _expanded(slices: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Give each kept element the value of its slice, and each left-out one 0: what `sums` does, turned around."""
     wanted = slices.unsqueeze(1).expand(mask.shape)
-    if goes_by_blocks(wanted, mask):
-        result: torch.Tensor = apply_function(_Expand, slices, mask)
-        return result
-    return torch.where(mask, wanted, 0)
+    if not goes_by_blocks(wanted, mask):
+        return torch.where(mask, wanted, 0)
+    result: torch.Tensor = apply_function(_Expand, slices, mask) if recorded(slices) else _blocks.expand(slices, mask)
+    return result
 
 
 class _Fill(torch.autograd.Function):
@@ -285,7 +294,7 @@ class _Squares(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, mask, center, number = ctx.saved_tensors
         factor = 2 * gradients[0]
-        if not torch.is_grad_enabled() and goes_by_blocks(x, factor):
+        if not torch.is_grad_enabled() and goes_by_blocks(x, factor, "many"):
             return _blocks.distances(x, mask, center, factor), None
         kept = fill(x, mask, 0)
         center = sums(kept, mask, (1,), False, counted=False)[0] / number.clamp(min=1)
@@ -295,7 +304,7 @@ class _Squares(torch.autograd.Function):
 class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, largest: bool) -> torch.Tensor:
-        found = _blocks.extreme(x, mask, largest)
+        found = _extreme(x, mask, largest)
         ctx.save_for_backward(x, mask, found)
         return found
 
@@ -303,8 +312,10 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, mask, found = ctx.saved_tensors
         tied = (x.detach() == found.detach().unsqueeze(1)) & mask
-        share = gradients[0] / tied.sum(1)
-        return fill(tied * share.unsqueeze(1), mask, 0), None, None
+        share = (gradients[0] / tied.sum(1)).unsqueeze(1)
+        if not torch.is_grad_enabled() and may_look(share, mask) and math.isfinite(share.sum().item()):
+            return tied * share, None, None
+        return fill(tied * share, mask, 0), None, None  # 0 times infinity is no number
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -325,17 +336,23 @@ class _LogSumExp(torch.autograd.Function):
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tensor:
-        result = _exponentials.softmax(x, mask, logarithm)
-        ctx.save_for_backward(result, mask)
+        result, weightless = _softmax(x, mask, logarithm)
+        ctx.save_for_backward(result, mask, weightless)
         ctx.logarithm = logarithm
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        result, mask = ctx.saved_tensors
-        arriving = fill(gradients[0], mask, 0)
-        weightless = result.detach().amax(-1, keepdim=True) == (-math.inf if ctx.logarithm else 0)
-        if weightless.any():  # a slice that keeps nothing but -inf takes nothing in
+        result, mask, weightless = ctx.saved_tensors
+        # Left-out results are 0, and 0 times anything finite is 0; their logarithms would take in what arrives.
+        arriving = fill(gradients[0], mask, 0) if ctx.logarithm else gradients[0]
+        in_one_go = not torch.is_grad_enabled() and may_look(arriving, mask)
+        if in_one_go and not (ctx.logarithm and weightless is not None):
+            gradient = softmax_backward(arriving, result, logarithm=ctx.logarithm)
+            if math.isfinite(gradient.sum().item()):
+                return gradient, None, None
+        arriving = arriving if ctx.logarithm else fill(arriving, mask, 0)
+        if weightless is not None:  # a slice that keeps nothing but -inf takes nothing in
             arriving = torch.where(weightless, 0, arriving)
         if ctx.logarithm:
             gradient = arriving - result.exp() * arriving.sum(-1, keepdim=True)

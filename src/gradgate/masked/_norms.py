@@ -54,7 +54,7 @@ def norm(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.norm", keepdim=keepdim, empty=empty, dtype=dtype)
     slices.refuse(integers=True)
-    return slices.settle(_norm(slices, ord), natural=0)
+    return slices.settle(_norm(slices, ord, slices.filled(0)), natural=0)
 
 
 def normalize(
@@ -95,17 +95,18 @@ def normalize(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.normalize", keepdim=True, empty=empty)
     slices.refuse(integers=True)
-    divided = slices.filled(0) / _norm(slices, ord).clamp_min(eps)
+    filled = slices.filled(0)
+    divided = filled / _norm(slices, ord, filled).clamp_min(eps)
     return slices.settle(divided if slices.mask is None else fill(divided, slices.mask, 0), natural=0)
 
 
-def _norm(slices: Slices, order: float) -> torch.Tensor:
-    """Give the norm of each slice, 0 for one with nothing kept."""
+def _norm(slices: Slices, order: float, filled: torch.Tensor) -> torch.Tensor:
+    """Give the norm of each slice, 0 for one with nothing kept; filled has 0 in the place of what is left out."""
     if slices.size == 0:
         slices = slices.with_mask()
+        filled = slices.filled(0)
     if order == -math.inf:
         return amin(slices.filled(1).abs(), slices.dims, keepdim=slices.keepdim, keep=slices.mask, empty=0.0)
-    filled = slices.filled(0)
     if order < 0 and slices.mask is not None:
         # A negative power makes nothing of infinity, as it makes infinity of 0.
         filled = fill(slices.filled(1).abs(), slices.mask, math.inf)

@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from gradgate._torch_compat import has_data, is_traced
 from gradgate.masked._blocks import LANES
-from gradgate.masked._valid import SMALL
 
-__all__ = ["SMALL", "goes_by_blocks", "may_look", "nowhere_empty", "recorded"]
+__all__ = ["goes_by_blocks", "may_look", "may_read", "nowhere_empty", "recorded"]
+
+Steps = Literal["one", "many", "few"]
+
+# From how many elements on pieces are quicker than torch.where, by what is done with each: one product over the whole
+# of a single slice, many steps that all stay in the cache, or few steps, which have to pay for being cut.
+WORTH: dict[Steps, float] = {"one": 1 << 13, "many": 1 << 14, "few": 1 << 16}
 
 
-def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor) -> bool:
+def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor, steps: Steps = "few") -> bool:
     """Tell whether tensors take the way through the blocks.
+
+    Args:
+        x: The values.
+        mask: The mask.
+        steps: What is done with each piece.
+
+    Returns:
+        False while something traces, on other devices, and for small tensors.
+    """
+    return x.numel() >= WORTH[steps] and may_read(x, mask)
+
+
+def may_read(x: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Tell whether values may be read here and now, just as they lie in memory.
 
     Args:
         x: The values.
         mask: The mask.
 
     Returns:
-        False while something traces, on other devices, and for small tensors.
+        False as well for subclasses, other layouts, and bits that are not the values.
     """
     return (
-        x.numel() >= SMALL
-        and may_look(x, mask)
+        may_look(x, mask)
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.layout is torch.strided
-        and not (x.is_conj() or x.is_neg())  # their bits are not their values
+        and not (x.is_conj() or x.is_neg())
         and x.element_size() in LANES
     )
 
