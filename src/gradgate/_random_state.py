@@ -3,8 +3,8 @@
 Taking it must be nearly free, because it happens in every step. torch gives its state in a few microseconds, but
 python's `random.getstate()` takes ten and numpy's forty, since they build objects for 624 numbers. In most programs
 few of them have moved since the last step. All three keep their numbers in one block of memory of which every draw
-changes a known part, so that part is looked at, and the state is taken or put back only if it has changed. Where the
-block does not look as expected (checked once, against the official state), that is done each time.
+changes a known part, so that part is looked at, and the state is taken only if it has changed. Where the block does
+not look as expected (checked once, against the official state), the state is taken each time.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class _TorchState:
             self._state, self._mark = self._owner.get_state(), mark
 
     def restore(self) -> None:
-        if not self._mark or self._look() != self._mark:
-            self._owner.set_state(self._state)
+        self._owner.set_state(self._state)
 
 
 class _PythonState:

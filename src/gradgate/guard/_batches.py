@@ -119,9 +119,14 @@ class BatchReader:
         Returns:
             A batch of the same form with these samples only.
         """
-        if self._select is not None:
-            return self._select(batch, list(rows))
-        return select_rows(batch, index_of(rows), size, self.batch_dim)
+        return self.taking(batch, size)(rows, index_of(rows))
+
+    def taking(self, batch: Any, size: int) -> Callable[[Rows, torch.Tensor], Any]:
+        """Give `select` of a batch as a function of the rows, which are given as numbers and as an index."""
+        if (select := self._select) is not None:
+            return lambda rows, index: select(batch, list(rows))
+        take = taking(batch, size, self.batch_dim)
+        return lambda rows, index: take(index)
 
     def _plain(self, batch: Any) -> tuple[int, int, bool] | None:
         """Give the size of a few tensors of one length, the writes to them, and whether any takes a gradient."""
@@ -213,6 +218,9 @@ def taking(tree: Any, size: int, batch_dim: int) -> Callable[[torch.Tensor], Any
         dim = batch_dim_of(tree, size, batch_dim)
         if dim is not None and tree.is_cpu and tree.is_contiguous():
             return partial(tree.index_select, dim)
+    elif type(tree) in (tuple, list) and not _as_samples(tree, size, batch_dim):
+        kind, takes = type(tree), [taking(part, size, batch_dim) for part in tree]
+        return lambda index: kind([take(index) for take in takes])
     return lambda index: select_rows(tree, index, size, batch_dim)
 
 

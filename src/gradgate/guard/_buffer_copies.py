@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch.autograd.graph import increment_version
 
 from gradgate._torch_compat import copy_tensors
 
@@ -33,10 +34,8 @@ class BufferCopies:
 
     def take(self) -> None:
         """Copy the tensors as they are now."""
-        for tensor, place in self._places:
-            if tensor.data_ptr() != place:
-                self._lay_out()  # somebody gave it other memory
-                break
+        if self._have_moved():
+            self._lay_out()
         for copied, seen in self._bytes:
             copied[:] = seen
         if self._others:
@@ -47,9 +46,19 @@ class BufferCopies:
     def put_back(self) -> None:
         """Write into the tensors what was copied last, and let autograd see it."""
         with torch.no_grad():
-            copy_tensors(self._plain + self._others, self._plain_copies + self._other_copies)
+            if self._have_moved():
+                copy_tensors(self._plain, self._plain_copies)
+            else:
+                for copied, seen in self._bytes:
+                    seen[:] = copied
+                increment_version(self._plain)
+            copy_tensors(self._others, self._other_copies)
             for copy, tensor in self._lazy:
                 tensor.copy_(copy)
+
+    def _have_moved(self) -> bool:
+        """Tell whether somebody gave one of them other memory than it had when they were laid out."""
+        return [tensor.data_ptr() for tensor in self._plain] != self._places
 
     def _lay_out(self) -> None:
         pairs = list(zip(self._copies, self._tensors, strict=True))
@@ -60,7 +69,7 @@ class BufferCopies:
         for copy, tensor in eager:
             (self._plain if _lies_plainly(tensor) else self._others).append(tensor)
             (self._plain_copies if _lies_plainly(tensor) else self._other_copies).append(copy)
-        self._places = [(tensor, tensor.data_ptr()) for tensor in self._plain]
+        self._places = [tensor.data_ptr() for tensor in self._plain]
         self._bytes = list(zip(map(_memory_of, self._plain_copies), map(_memory_of, self._plain), strict=True))
 
 

@@ -51,13 +51,15 @@ def non_finite_rows(tensors: Iterable[torch.Tensor], size: int, batch_dim: int) 
         dim = batch_dim_of(tensor, size, batch_dim)
         # A finite sum proves that all are finite, in a fraction of the time of a look at each; a NaN proves the
         # contrary; an infinite one may have overflowed, so the elements of such rows are looked at.
-        if dim is None or isfinite(abs(tensor.detach().sum().item())):
+        values = tensor.detach() if tensor.requires_grad else tensor
+        if dim is None or isfinite(abs(values.sum().item())):
             continue
-        values = tensor.detach().movedim(dim, 0)
-        totals = (values.flatten(1).sum(1) if values.dim() > 1 else values).tolist()
+        others = [axis for axis in range(values.dim()) if axis != dim]
+        totals = (values.sum(others) if others else values).tolist()
         doubtful = [row for row, total in enumerate(totals) if total - total != 0]
         if any(totals[row] == totals[row] for row in doubtful):
-            finite = torch.isfinite(values[doubtful]).reshape(len(doubtful), -1).all(1).tolist()
+            values = values.movedim(dim, 0)[doubtful]
+            finite = torch.isfinite(values).reshape(len(doubtful), -1).all(1).tolist()
             doubtful = [row for row, is_finite in zip(doubtful, finite, strict=True) if not is_finite]
         rows.update(doubtful)
     return frozenset(rows)

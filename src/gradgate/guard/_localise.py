@@ -9,12 +9,11 @@ them, and tests the user's whole function on groups of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from gradgate._places import written
 from gradgate._torch_compat import ModuleCall
 from gradgate.guard._faults import Fault
 from gradgate.guard._observer import Observer, Open, Sighting
@@ -172,14 +171,14 @@ class _Localiser:
         self.found.repeated = again is not None
         return None
 
-    def _search_from(self, test: Test, method: str) -> bool:
+    def _search_from(self, test: Test, method: str, sightings: Sequence[Sighting] = ()) -> bool:
         """Search with a test that first has to fail on all rows."""
         self.found.tests += 1
         if test(self._rows) is not Verdict.SAME:
             return False
         search = self._isolate(test, screened=SCREENED_IN_MODULE)
         search.everyone = False  # seen from one module only
-        self._blame(search, method)
+        self._blame(search, method, sightings)
         return bool(search.groups)
 
     # --- values ----------------------------------------------------------------------------------------------------
@@ -255,8 +254,7 @@ class _Localiser:
         if len(guilty) == len(hint) > 0 or (guilty and test(self._without(guilty)) is Verdict.PASSES):
             self._blame(_single(guilty), method, sightings)
             return
-        if self._search_from(test, f"search around {method}"):
-            self.found.blames = [self._placed(blame, sightings) for blame in self.found.blames]
+        self._search_from(test, f"search around {method}", sightings)
 
     def _guilty(self, rows: list[int], is_guilty: Callable[[int], bool]) -> list[int]:
         """Look at suspects one by one; of many at some from all over, and at the rest if one of those is innocent."""
@@ -278,32 +276,22 @@ class _Localiser:
         self.found.tests += search.tests
         return search
 
-    def _blame(self, search: Search, method: str, sightings: list[Sighting] | None = None) -> None:
+    def _blame(self, search: Search, method: str, sightings: Sequence[Sighting] = ()) -> None:
         self.found.everyone = search.everyone
-        where = self.fault.where or definition_line(self.scenes.trial.function)
+        fault, where = self.fault, self.fault.where or definition_line(self.scenes.trial.function)
         for rows in search.groups:
             if len(rows) > max(2, self.scenes.size // 2):
                 continue  # most of the batch together: that is its size, not its samples
-            message = self.scenes.messages.get(rows[0], self.fault.message)
-            blame = Blame(rows, self.fault, message, self.fault.stage, self.fault.module, where, None, method)
-            self.found.blames.append(self._placed(blame, sightings or []))
-
-    def _placed(self, blame: Blame, sightings: list[Sighting]) -> Blame:
-        """Add where a row was first seen not to be finite, and the norm of its gradient there."""
-        first = next((sighting for sighting in sightings if set(blame.rows) <= sighting.rows), None)
-        if first is None:
-            return blame
-        stage: Stage = "forward" if blame.stage == "loss" else blame.stage
-        method = blame.method if first.module or stage == "backward" else f"{blame.method}, in the batch itself"
-        norm = first.norms.get(blame.rows[0])
-        return replace(
-            blame,
-            stage=stage,
-            module=first.module,
-            where=blame.where if first.line is None else written(first.line),
-            norm=norm,
-            method=method,
-        )
+            message = self.scenes.messages.get(rows[0], fault.message)
+            first = next((sighting for sighting in sightings if sighting.rows.issuperset(rows)), None)
+            if first is None:
+                blame = Blame(rows, fault, message, fault.stage, fault.module, where, None, method)
+            else:  # where a row was first seen not to be finite
+                stage: Stage = "forward" if fault.stage == "loss" else fault.stage
+                how = method if first.module or stage == "backward" else f"{method}, in the batch itself"
+                norm = first.norms.get(rows[0])
+                blame = Blame(rows, fault, message, stage, first.module, first.where or where, norm, how)
+            self.found.blames.append(blame)
 
 
 def _single(rows: Iterable[int]) -> Search:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gradgate._places import Line
+from gradgate._places import Line, written
 from gradgate._torch_compat import ModuleCall, mixes_rows, watched_modules, write_mark
 from gradgate.guard._batches import batch_dim_of
 from gradgate.guard._finite import non_finite_rows, tensors_in
@@ -48,7 +49,7 @@ class Sighting:
 
     rows: frozenset[int]
     module: torch.nn.Module | None
-    line: Line | None
+    where: str | None
     norms: dict[int, float] = field(default_factory=dict)
 
 
@@ -115,8 +116,8 @@ class Observer:
             return False
         if len(rows) < self._size:
             if not self.sightings or self.sightings[-1].rows != rows:
-                line = running_line() if call else None
-                self.sightings.append(Sighting(rows, call.module if call else None, line))
+                where = _written(running_line()) if call else None
+                self.sightings.append(Sighting(rows, call.module if call else None, where))
         elif self.sightings:
             # All rows at once after some: something mixed them. What was seen last is all there is to see.
             self.smeared_by = call
@@ -165,7 +166,8 @@ class Observer:
     def _watch_gradients(
         self, module: torch.nn.Module, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
-        if not any(tensor.requires_grad for tensor in inputs):
+        enters = not any(tensor.requires_grad for tensor in inputs)
+        if enters:
             self.entries += outputs
         # A container gives what its last child gave, and the innermost module that gave it is the one to ask.
         fresh = [tensor for tensor in outputs if all(tensor is not other for other in self._hooked)]
@@ -175,7 +177,10 @@ class Observer:
         for tensor in fresh:
             # The hook must not hold the tensor that holds the hook, nor the observer, which holds some of them.
             hook = partial(Observer._look_back, self._itself, at=id(tensor), module=module, line=line)
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            if enters or tensor.grad_fn is None:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            else:  # the same gradient, in an eighth of the time; but the way back ends before the node of an entry
+                tensor.grad_fn.register_prehook(partial(_of_output, tensor.output_nr, hook))
 
     def _look_back(self, grad: torch.Tensor, at: int, module: torch.nn.Module, line: Line | None) -> None:
         rows = non_finite_rows([grad], self._size, self._batch_dim)
@@ -187,7 +192,7 @@ class Observer:
         if len(rows) < self._size:
             # What came back to the module before was finite: it was born in that one's way back (or in the loss).
             _, born_in, line = self._finite
-            self.sightings.append(Sighting(rows, born_in, line, self._norms(grad, rows)))
+            self.sightings.append(Sighting(rows, born_in, _written(line), self._norms(grad, rows)))
         raise Enough
 
     def _norms(self, grad: torch.Tensor, rows: frozenset[int]) -> dict[int, float]:
@@ -201,6 +206,16 @@ class Observer:
         """Whether the gradient that is not finite came back to what the outermost modules gave: born in the loss."""
         outputs = (tensor for answer in self.open[0].answers for tensor in tensors_in(answer.output))
         return any(id(tensor) == self._seen_at for tensor in outputs)
+
+
+def _of_output(number: int, look: Callable[[torch.Tensor], None], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Look at the gradient of one output of a node."""
+    if (gradient := gradients[number]) is not None:
+        look(gradient)
+
+
+def _written(line: Line | None) -> str | None:
+    return None if line is None else written(line)
 
 
 def _autocast_now() -> dict[str, torch.dtype]:

@@ -76,10 +76,10 @@ class Scenes:
 
     def whole(self, fault: Fault) -> Test:
         """Test rows of the batch with the user's whole function, and backward where the fault showed there."""
-        walks_back = fault.stage == "backward"
+        walks_back, take = fault.stage == "backward", self._reader.taking(self.batch, self.size)
 
         def test(rows: Group) -> Verdict:
-            batch = self._reader.select(self.batch, rows, self.size)
+            batch = take(rows, index_of(rows))
             with self.prepared(recording=walks_back or None):
                 outcome = (self.trial.run if walks_back else self.trial.forward)(batch, len(rows))
             return self._verdict(rows, fault, outcome)
@@ -89,39 +89,42 @@ class Scenes:
     @contextmanager
     def around(self, fault: Fault, tape: Tape) -> Iterator[Test]:
         """Test rows with the user's function while its outermost modules answer from a tape."""
+        take = self._reader.taking(self.batch, self.size)
 
         def test(rows: Group) -> Verdict:
-            batch = self._reader.select(self.batch, rows, self.size)
-            tape.rewind(index_of(rows))
-            with self.prepared(light=True):
-                try:
-                    outcome = self.trial.forward(batch, len(rows))
-                except Enough:
-                    return Verdict.PASSES  # it came past the fault
+            index = index_of(rows)
+            batch = take(rows, index)
+            tape.rewind(index)
+            self.state.restore_tensors()
+            try:
+                outcome = self.trial.forward(batch, len(rows))
+            except Enough:
+                return Verdict.PASSES  # it came past the fault
             return self._verdict(rows, fault, outcome)
 
-        with tape.installed(until=fault.error is not None):
+        with self.prepared(), tape.installed(until=fault.error is not None):
             yield test
 
     @contextmanager
     def around_and_back(self, tape: Tape) -> Iterator[Test]:
         """The same for gradients: those that the loss sends back to what the modules answered."""
+        take = self._reader.taking(self.batch, self.size)
 
         def test(rows: Group) -> Verdict:
-            batch = self._reader.select(self.batch, rows, self.size)
-            leaves: list[torch.Tensor] = []
-            tape.rewind(index_of(rows), leaves)
-            with self.prepared(recording=True, light=True):
-                outcome = self.trial.forward(batch, len(rows))
-                if outcome.fault is not None or not leaves:
-                    return Verdict.OTHER
-                back = self.trial.attempt(lambda: torch.autograd.grad(outcome.value, leaves, allow_unused=True))
+            index, leaves = index_of(rows), list[torch.Tensor]()
+            batch = take(rows, index)
+            tape.rewind(index, leaves)
+            self.state.restore_tensors()
+            outcome = self.trial.forward(batch, len(rows))
+            if outcome.fault is not None or not leaves:
+                return Verdict.OTHER
+            back = self.trial.attempt(lambda: torch.autograd.grad(outcome.value, leaves, allow_unused=True))
             if back.fault is not None:
                 return Verdict.OTHER
             finite = all(bool(torch.isfinite(gradient).all()) for gradient in back.value if gradient is not None)
             return Verdict.PASSES if finite else Verdict.SAME
 
-        with tape.installed():
+        with self.prepared(recording=True), tape.installed():
             yield test
 
     @contextmanager
