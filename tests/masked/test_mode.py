@@ -97,6 +97,75 @@ def test_many_blocks(monkeypatch):
         check_rows(x, None)
 
 
+@pytest.fixture
+def parts(monkeypatch):
+    """Let small rows be counted in parts, and give a list of how many rows that told, and of how many."""
+    seen = []
+    original = _votes._by_parts
+
+    def watched(x, kept, exact):
+        def counted(x, kept):
+            seen[-1][0] -= len(x)
+            return exact(x, kept)
+
+        seen.append([len(x), len(x)])
+        return original(x, kept, counted)
+
+    monkeypatch.setattr(_votes, "LONG", 40)
+    monkeypatch.setattr(_votes, "_by_parts", watched)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [17, 40, 90])
+def test_parts_of_a_wide_range(dtype, size, parts):
+    """Values far from each other are told apart by parts, whatever is left out."""
+    scale = 0.25 if dtype.is_floating_point else 10**8
+    for fraction in (None, 0.0, 0.5, 1.0):
+        x = torch.randint(-9, 9, (12, size)).to(dtype) * scale
+        keep = None if fraction is None else torch.rand(12, size) < fraction
+        if keep is not None and dtype.is_floating_point:
+            x = torch.where(keep, x, torch.tensor([NAN, INF, -INF, 0.25]).to(dtype)[torch.randint(0, 4, x.shape)])
+        check_rows(x, keep)
+    assert parts == [[12, 12]] * (4 if dtype.is_floating_point else 3)  # integers with nothing kept have no range
+
+
+CLOSE = {
+    "float64": torch.tensor([1.0, 1.0 + 1e-12, 1.0 - 1e-12, -5.0, 7.0], dtype=torch.float64),
+    "float32": torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-3, 5.0]),
+    "tiny": torch.tensor([0.0, 1e-45, 3e-45, -1e-42]),
+    "int64": torch.tensor([2**60, 2**60 + 1, 2**60 - 1, -(2**40), -(2**62)]),
+    "one value": torch.tensor([0.3]),
+}
+
+
+@pytest.mark.parametrize("values", CLOSE.values(), ids=CLOSE)
+@pytest.mark.parametrize("fraction", [None, 0.1, 0.6])
+def test_values_that_fall_in_one_part_are_counted_one_by_one(values, fraction, parts, monkeypatch):
+    monkeypatch.setattr(_votes, "_parts_tell", lambda x, mask: True)
+    for size in (18, 50):
+        x = values[torch.randint(0, len(values), (20, size))]
+        x[::2] = values[-1]  # half of the rows hold one value, so they are told
+        check_rows(x, None if fraction is None else torch.rand(20, size) < fraction)
+        assert 10 <= parts[-1][0] <= parts[-1][1] == 20
+    assert len(values) == 1 or min(sure for sure, _ in parts) < 20 or fraction == 0.1
+
+
+@pytest.mark.parametrize("wild", [NAN, INF, -INF, 3e38, 1e300])
+def test_what_has_no_parts_is_counted_one_by_one(wild, parts, monkeypatch):
+    monkeypatch.setattr(_votes, "_parts_tell", lambda x, mask: True)
+    x = torch.tensor([wild, -wild, 1.0, 2.0], dtype=torch.float64)[torch.randint(0, 4, (10, 30))]
+    check_rows(x, None)
+    check_rows(x, torch.rand(10, 30) < 0.5)
+    assert parts == [[0, 10]] * 2
+
+
+def test_rows_whose_values_are_all_different_are_not_counted_in_parts(parts):
+    check_rows(torch.randn(30, 50), None)
+    check_rows(torch.randint(-(2**62), 2**62, (30, 50)), torch.rand(30, 50) < 0.9)
+    assert not parts
+
+
 def test_what_is_left_out_may_be_far_away():
     """A sentinel of any size changes no way of counting and no result."""
     for size, sentinel in itertools.product((5, 16, 50), (-(2**63), 2**63 - 1, -100, 255)):

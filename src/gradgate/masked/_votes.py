@@ -1,7 +1,8 @@
 """Which value is the most frequent one: on the CPU counted in the way that suits the data, anywhere else by sorting.
 
-On the CPU, few elements in a row (votes) are compared in pairs; values of a small range (labels) are counted in bins;
-very long rows are sorted; for the rest, torch.mode is given rows in which nothing that is left out can win.
+On the CPU, few elements in a row (votes) are compared in pairs, and values of a small range (labels) are counted in
+bins. A wide range is cut into parts that are counted in the same way; where a part holds more than one value, very long
+rows are sorted, and for others torch.mode is given rows in which nothing that is left out can win.
 
 All of that goes block by block, because fresh memory costs more than arithmetic. torch's kernels are fast where all
 tensors are of one narrow integer type and slow where they make booleans or choose by them; hence masks that are
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -77,15 +79,21 @@ def vote_on_cpu(
     else:
         way, dim = _by_bins if high - low < 4 * size else _by_torch if size <= LONG else _by_sorting, 0
         x, mask = x.reshape(-1, size), None if mask is None else mask.reshape(-1, size)
-    count, certain = x.shape[dim], True
-    found = torch.empty((2, count), dtype=torch.int64, device=CPU)
-    values = None if x.is_floating_point() else torch.empty(count, dtype=x.dtype, device=CPU)
+
+    def exact(x: torch.Tensor, kept: torch.Tensor | None) -> Found:
+        codes = _codes(x)
+        return way(codes.clamp(low, high) if far else codes, kept, low, high)
+
+    wide = way in (_by_torch, _by_sorting)
+    count = partial(_by_parts, exact=exact) if wide and _parts_tell(x, mask) else exact
+    number, certain = x.shape[dim], True
+    found = torch.empty((2, number), dtype=torch.int64, device=CPU)
+    values = None if x.is_floating_point() else torch.empty(number, dtype=x.dtype, device=CPU)
     step = max(1, (BLOCK << dim) // size)  # comparing pairs makes many small steps, which pay in larger blocks
-    for start in range(0, count, step):
-        stop = min(count, start + step)
+    for start in range(0, number, step):
+        stop = min(number, start + step)
         kept = None if mask is None else mask.narrow(dim, start, stop - start).view(torch.uint8)
-        codes = _codes(x.narrow(dim, start, stop - start))
-        indices, counts, best = way(codes.clamp(low, high) if far else codes, kept, low, high)
+        indices, counts, best = count(x.narrow(dim, start, stop - start), kept)
         found[0, start:stop], found[1, start:stop] = indices, counts
         if values is not None:
             values[start:stop] = best
@@ -254,6 +262,54 @@ def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int
     return _last(_equals(values, value, kept)), best >> bits, value.long().add_(low)
 
 
+def _by_parts(x: torch.Tensor, kept: torch.Tensor | None, exact: Callable[..., Found]) -> Found:
+    """Count parts of the range, which are few, and leave to `exact` the rows in which that does not tell the value."""
+    rough = _in_parts(x, kept)
+    if rough is None:
+        return exact(x, kept)
+    *found, sure = rough
+    if not sure.all():
+        again = sure.logical_not().nonzero().squeeze(1)
+        for all_rows, some_rows in zip(found, exact(x[again], None if kept is None else kept[again]), strict=True):
+            all_rows[again] = some_rows.to(all_rows.dtype)
+    return found[0], found[1], found[2]
+
+
+def _parts_tell(x: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Look at some rows whether counting parts is worth while."""
+    if x.numel() < 4 * LONG:
+        return False
+    some = max(1, LONG // x.shape[1])
+    kept = None if mask is None else mask[:some, :LONG].view(torch.uint8)
+    rough = _in_parts(x[:some, :LONG], kept)
+    return rough is not None and int(rough[3].sum()) > 0.9 * some
+
+
+def _in_parts(
+    x: torch.Tensor, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Give index, count and value of each row's fullest part, and whether that is the answer; None if x is not finite.
+
+    Rounding keeps the order, and equal values are in one part. So if there is but one value in the fullest part of a
+    row, the lowest if several are as full, then no other value is more frequent, and no smaller one as frequent.
+    """
+    size = x.shape[1]
+    near = x.to(torch.float32, copy=True)
+    if kept is not None:
+        near.view(torch.int32).mul_(kept.to(torch.int32))  # whatever was left out is 0.0 now
+    low, high = (limit.item() for limit in torch.aminmax(near))
+    if not high - low < 1e38:
+        return None
+    parts = min(2 * size, 1 << 15)
+    near.sub_(low).mul_((parts - 1) / (high - low) if high - low > 1e-30 else 0.0)
+    index, counts, _ = _by_bins(near.to(torch.int16), kept, 0, parts - 1)
+    value = x.gather(1, index.clamp(min=0).to(torch.int64).unsqueeze(1))
+    same = (x == value).view(torch.uint8)
+    if kept is not None:
+        same.bitwise_and_(kept)
+    return index, counts, value.squeeze(1), same.to(torch.int32).sum(1, dtype=torch.int32) == counts
+
+
 def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
     """Let torch.mode count; each element that is left out becomes a value of its own, above all that are kept."""
     size = codes.shape[1]
@@ -261,11 +317,11 @@ def _by_torch(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: in
     if whole is None:
         index, counts = vote_anywhere(codes, None if kept is None else kept.view(torch.bool))
         return index, counts, codes.gather(1, index.clamp(min=0).unsqueeze(1)).squeeze(1)
-    codes = codes.to(whole, copy=True)
+    codes = codes.to(whole)
     if kept is not None:
         alone = torch.arange(high + 1, high + 1 + size, dtype=whole, device=CPU)
-        # A difference that wraps around comes back again.
-        torch.addcmul(alone, kept.to(whole), codes.sub_(alone), out=codes)
+        codes = codes - alone
+        torch.addcmul(alone, kept.to(whole), codes, out=codes)  # a difference that wraps around comes back again
     best = codes.mode(1).values
     equal = _equals(codes, best, None)
     counts, index = equal.sum(1, dtype=equal.dtype), _last(equal)
