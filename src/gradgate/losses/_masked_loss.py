@@ -13,6 +13,7 @@ from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
 from gradgate._torch_compat import has_data
 from gradgate.errors import ArgumentTypeError
+from gradgate.losses._ignoring import with_ignore_index
 from gradgate.losses._picking import Picking, picking_for
 from gradgate.losses._reducing import check_weights, divided, over_elements
 
@@ -80,6 +81,10 @@ def masked_loss(
         )
     check_tensor(input, name="input", function="losses.masked_loss")
     check_tensor(target, name="target", function="losses.masked_loss")
+    if keep is None and weights is None and not more:
+        loss = with_ignore_index(loss_fn, input, target, exclude, empty, kw)
+        if loss is not None:
+            return loss
     picking = picking_for(loss_fn, input, target, keep, exclude, kw)
     mask = _mask(picking, target, keep, exclude, weights)
     if mask is None:
@@ -87,12 +92,16 @@ def masked_loss(
     reduction = kw.get("reduction", getattr(loss_fn, "reduction", "mean"))
     if not has_data(input, target, mask):
         return _standing_in(loss_fn, picking, input, target, more, kw, mask, weights, reduction, empty)
-    if picking.ignored is not None and weights is None and reduction != "none":
-        left_out = mask.logical_not().flatten().nonzero().squeeze(1)
-        if len(left_out) < mask.numel() and picking.finite_at(left_out, input):
-            # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position
-            # knows nothing of another's.
-            return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
+    # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position knows
+    # nothing of another's.
+    if (
+        picking.ignored is not None
+        and weights is None
+        and reduction != "none"
+        and picking.finite_outside(mask, input)
+        and bool(mask.any())
+    ):
+        return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
     rows = mask.reshape(-1).nonzero().squeeze(1)
     if len(rows) == 0:
         return _nothing(input, mask, reduction, empty)

@@ -80,7 +80,7 @@ class Picking:
         """Say how much each place of the unreduced loss adds to the denominator."""
         return torch.ones((), device=target.device).expand(self.shape)
 
-    def finite_at(self, rows: torch.Tensor, input: torch.Tensor) -> bool:
+    def finite_outside(self, mask: torch.Tensor, input: torch.Tensor) -> bool:
         """Tell whether what is left out can be left to torch's own `ignore_index`."""
         return False
 
@@ -175,10 +175,11 @@ class _ByPosition(Picking):
         safe = torch.where(mask if self.indices else over_classes, target, 0)
         return [torch.where(over_classes, input, 0), safe, *more]
 
-    def finite_at(self, rows: torch.Tensor, input: torch.Tensor) -> bool:
-        """Tell whether the scores at these positions are finite for certain; where those lie apart, look at all."""
+    def finite_outside(self, mask: torch.Tensor, input: torch.Tensor) -> bool:
+        """Tell whether the scores of what is left out are finite for certain; where those lie apart, look at all."""
         scores = input.detach()
         if scores.dim() == 2:  # a bag is the sum of some rows, without a copy of them
+            rows = mask.logical_not().nonzero().squeeze(1)
             scores = torch.embedding_bag(scores, rows, rows.new_zeros(1))[0]
         return math.isfinite(scores.sum().item())
 
