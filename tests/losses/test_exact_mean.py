@@ -107,6 +107,16 @@ def test_wrong_arguments():
     exact = losses.ExactMean(torch.nn.Linear(1, 1))
     with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)shape \(2,\).*per_sample.sum\(\), len\(per_sample\)"):
         exact.backward(torch.ones(2, requires_grad=True), 2)
+    loss = exact.model(torch.ones(1, 1)).sum()
+    with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)`count` is the str 'two'.*len\(per_sample\)"):
+        exact.backward(loss, "two")
+    with pytest.raises(
+        gg.errors.ArgumentValueError, match=r"(?s)`count` is an int64 tensor of shape \(1,\).*count.sum"
+    ):
+        exact.backward(loss, torch.tensor([2]))
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)no graph to go back.*model\(batch\).sum\(\) \* 0, 0"):
+        exact.backward(torch.zeros(()), 0)
+    assert exact.model.weight.grad is None  # nothing was added half
     with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)no micro-batch was added.*exact.backward"):
         exact.finish()
 

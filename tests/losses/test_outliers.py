@@ -121,6 +121,30 @@ def test_wrong_arguments():
         losses.inliers(x, threshold=-1)
     with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)complex64 tensor.*no order"):
         losses.inliers(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)`threshold` is None.*threshold=3.5"):
+        losses.inliers(x, threshold=None)
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`method` is the list.*mad, zscore"):
+        losses.inliers(x, method=["mad"])
+
+
+@pytest.mark.parametrize("method", ["mad", "zscore", "iqr", "quantile"])
+def test_defaults_of_torch_change_nothing(method):
+    x = torch.tensor([1.0, 2.0, 3.0, 2.0, 500.0, NAN])
+    options = {"method": method, "threshold": 0.7 if method == "quantile" else 1.4}
+    expected, integers = losses.inliers(x, **options), losses.inliers(x[:5].long(), **options)
+    with torch.device("meta"):
+        assert torch.equal(losses.inliers(x, **options), expected)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(losses.inliers(x[:5].long(), **options), integers)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("largest", [3.2e38, 1.7e308])
+def test_the_middle_of_the_largest_numbers_there_are(largest):
+    x = torch.tensor([largest, 0.99 * largest, 0.98 * largest, 1.0], dtype=torch.float64 if largest > 1e39 else None)
+    assert losses.inliers(x).tolist() == [True, True, True, False]
 
 
 # --- trimmed ---------------------------------------------------------------------------------------------------------
@@ -152,6 +176,8 @@ def test_wrong_fractions():
         losses.trimmed(torch.ones(3), 1.0)
     with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)int64 tensor.*per_sample.float\(\)"):
         losses.trimmed(torch.ones(3, dtype=torch.int64), 0.1)
+    with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)`fraction` is the str '10 %'.*per_sample, 0.1"):
+        losses.trimmed(torch.ones(3), "10 %")
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------

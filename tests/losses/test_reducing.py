@@ -103,6 +103,28 @@ def test_nothing_kept():
     assert losses.reduce(torch.zeros(0)) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.0078125, 8.0])
+def test_more_halves_than_a_half_can_count(dtype, value):
+    x = torch.full((100_000,), value, dtype=dtype, requires_grad=True)
+    keep, weights = torch.arange(100_000) > 4, torch.full((100_000,), 1e5)
+    for options in ({}, {"keep": keep}, {"weights": weights}, {"keep": keep, "weights": weights}):
+        loss = losses.reduce(x, **options)
+        assert loss.dtype is dtype
+        assert loss == value
+        (gradient,) = torch.autograd.grad(loss, x)
+        torch.testing.assert_close(gradient[9], torch.tensor(1e-5, dtype=dtype), rtol=0.01, atol=6e-8)
+
+
+def test_integers_and_bools_are_averaged_too():
+    wrong = torch.tensor([True, True, False, True])
+    assert losses.reduce(wrong) == 0.75
+    assert losses.reduce(wrong, keep=torch.tensor([True, True, True, False])) == torch.tensor(2 / 3)
+    assert losses.reduce(torch.tensor([1, 2, 3]), weights=torch.tensor([0.5, 0.5, 1.0])) == 2.25
+    assert losses.reduce(torch.ones(300, dtype=torch.uint8)) == 1
+    assert losses.reduce(torch.ones(300, dtype=torch.uint8), keep=torch.arange(300) > 2) == 1
+
+
 def test_one_answer_per_sample_is_about_samples_also_when_broadcasting_would_take_it_otherwise():
     square = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert losses.reduce(square, keep=torch.tensor([True, False])) == 1.5

@@ -182,6 +182,39 @@ def test_robust_weights_are_how_much_a_residual_counts():
     assert not losses.robust_weights(losses.tukey, r.requires_grad_()).requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@FAMILY
+def test_halves_are_squared_as_floats(name, dtype):
+    """300 squared is no float16; and 100,000 losses are more than it can count."""
+    r = torch.tensor([300.0, 1.0, -2.0], dtype=dtype, requires_grad=True)
+    scale = torch.tensor(2.0, dtype=dtype)
+    loss = getattr(losses, name)(r, scale=scale, reduction="none")
+    wide = r.detach().float().requires_grad_()
+    expected = getattr(losses, name)(wide, scale=2.0, reduction="none")
+    assert loss.dtype is dtype
+    assert torch.equal(loss, expected.to(dtype))
+    assert torch.equal(torch.autograd.grad(loss.sum(), r)[0], torch.autograd.grad(expected.sum(), wide)[0].to(dtype))
+    many = r.detach()[1:2].expand(100_000)
+    assert getattr(losses, name)(many, scale=scale) == loss[1].item()
+
+
+@FAMILY
+def test_integers_are_differences_too(name):
+    loss = getattr(losses, name)
+    for dtype in (torch.int64, torch.uint8):
+        r = torch.tensor([1, 0, 3], dtype=dtype)
+        assert torch.equal(loss(r, scale=0.5), loss(r.float(), scale=0.5))
+        torch.testing.assert_close(losses.robust_weights(loss, r), losses.robust_weights(loss, r.float()))
+    assert loss(torch.tensor([True, False])) == loss(torch.tensor([1.0, 0.0]))
+
+
+def test_charbonnier_of_what_cannot_be_squared():
+    r = torch.tensor([1e20, -1e38], requires_grad=True)
+    loss = losses.charbonnier(r, scale=2.0, reduction="none")
+    torch.testing.assert_close(loss, 2 * r.abs())
+    assert torch.autograd.grad(loss.sum(), r)[0].tolist() == [2, -2]
+
+
 def test_wrong_arguments():
     r = torch.ones(3)
     with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`scale` is the float 0.0.*scale=1.0"):
@@ -190,6 +223,14 @@ def test_wrong_arguments():
         losses.cauchy(r, reduction="avg")
     with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`alpha` is inf.*alpha=2.0"):
         losses.barron(r, alpha=INF)
+    with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)`alpha` is the str 'wide'.*alpha=1.0"):
+        losses.barron(r, alpha="wide")
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"`alpha` has shape \(2,\), which does not broadcast"):
+        losses.barron(r, alpha=torch.ones(2))
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"`scale` has shape \(2, 1\), which does not broadcast"):
+        losses.huber(r, scale=torch.ones(2, 1))
+    with pytest.raises(gg.errors.ArgumentTypeError, match=r"(?s)`residual` is a complex64 tensor.*residual.abs\(\)"):
+        losses.huber(torch.ones(2, dtype=torch.complex64))
 
 
 def test_a_scale_is_a_positive_number_and_a_loss_can_be_called():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class ExactMean:
             scaler: A `torch.amp.GradScaler`, if there is one.
 
         Raises:
-            ArgumentValueError: The sum is not a single number.
+            ArgumentTypeError: The count is not a number.
+            ArgumentValueError: The sum or the count is not a single number, or the sum has no graph.
 
         Gradient:
             That of the sum is added to `.grad`; `finish` divides.
@@ -72,9 +74,16 @@ class ExactMean:
                 why="the sum over the micro-batch is one number.",
                 fix='exact.backward(per_sample.sum(), len(per_sample))   # or a loss with reduction="sum"',
             )
+        if not loss_sum.requires_grad:
+            raise ArgumentValueError(
+                "ExactMean.backward(): `loss_sum` has no graph to go back through.",
+                why="every micro-batch runs backward, also one with nothing in it: other ranks wait for its gradients.",
+                fix="exact.backward(model(batch).sum() * 0, 0)   # where nothing is kept; else look for a no_grad",
+            )
+        counted = _counted(count, loss_sum.device)
         (loss_sum if scaler is None else scaler.scale(loss_sum)).backward()
         # In double precision on the host's side of things only: a float32 counts no further than 2^24 tokens.
-        added = torch.stack([loss_sum.detach().double(), torch.as_tensor(count, device=loss_sum.device).double()])
+        added = torch.stack([loss_sum.detach().double(), counted])
         self._totals = added if self._totals is None else self._totals + added
 
     def finish(self) -> torch.Tensor:
@@ -92,7 +101,7 @@ class ExactMean:
             raise ArgumentValueError(
                 "ExactMean.finish(): no micro-batch was added since the last call.",
                 why="there is nothing to divide, and other ranks may be waiting.",
-                fix="exact.backward(loss_sum, count)   # with 0 and 0 where a rank has nothing",
+                fix="exact.backward(loss_sum, count)   # with a sum that is 0 and 0 where a rank has nothing",
             )
         totals, self._totals = self._totals, None
         ranks = 1
@@ -116,6 +125,23 @@ class ExactMean:
         if isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
             return True
         return any(hasattr(module, "set_requires_gradient_sync") for module in self.model.modules())
+
+
+def _counted(count: Any, device: torch.device) -> torch.Tensor:
+    if not isinstance(count, Real | torch.Tensor):
+        raise ArgumentTypeError(
+            f"ExactMean.backward(): `count` is {describe(count)}.",
+            why="it is how much went into the sum: samples, tokens, or weight.",
+            fix="exact.backward(per_sample.sum(), len(per_sample))",
+        )
+    counted = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
+    if counted.dim() != 0:
+        raise ArgumentValueError(
+            f"ExactMean.backward(): `count` is {describe(count)}.",
+            why="one number belongs to one sum.",
+            fix="exact.backward(loss_sum, count.sum())",
+        )
+    return counted
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from numbers import Real
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -56,7 +57,7 @@ def inliers(x: torch.Tensor, *, method: Method = "mad", threshold: float = 3.5, 
     values = x.detach()
     if not values.is_floating_point():
         values = values.to(torch.get_default_dtype())
-    elif values.dtype in (torch.float16, torch.bfloat16):
+    if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
     if values.numel() == 0:
         return torch.ones_like(values, dtype=torch.bool)
@@ -81,7 +82,7 @@ def _zscore(x: torch.Tensor, threshold: float, dim: Dim) -> torch.Tensor:
 
 def _iqr(x: torch.Tensor, threshold: float, dim: Dim) -> torch.Tensor:
     finite = torch.isfinite(x)
-    low, high = masked.quantile(x, torch.tensor([0.25, 0.75], dtype=x.dtype), dim, keepdim=True, keep=finite)
+    low, high = masked.quantile(x, [0.25, 0.75], dim, keepdim=True, keep=finite)
     fence = threshold * (high - low)
     inside: torch.Tensor = (x >= low - fence) & (x <= high + fence)
     return inside & finite
@@ -90,7 +91,7 @@ def _iqr(x: torch.Tensor, threshold: float, dim: Dim) -> torch.Tensor:
 def _quantile(x: torch.Tensor, threshold: float, dim: Dim) -> torch.Tensor:
     finite = torch.isfinite(x)
     tail = (1 - threshold) / 2
-    low, high = masked.quantile(x, torch.tensor([tail, 1 - tail], dtype=x.dtype), dim, keepdim=True, keep=finite)
+    low, high = masked.quantile(x, [tail, 1 - tail], dim, keepdim=True, keep=finite)
     inside: torch.Tensor = (x >= low) & (x <= high)
     return inside & finite
 
@@ -111,12 +112,18 @@ def _finite_or_none(x: torch.Tensor) -> torch.Tensor | None:
     return torch.isfinite(x)
 
 
-def _check_threshold(method: str, threshold: float) -> None:
-    if method not in _METHODS:
+def _check_threshold(method: object, threshold: Any) -> None:
+    if not isinstance(method, str) or method not in _METHODS:
         raise ArgumentValueError(
             f"losses.inliers(): `method` is {describe(method)}.",
             why=f"there are {listed(list(_METHODS))}.",
             fix='method="mad"',
+        )
+    if not isinstance(threshold, Real | torch.Tensor):
+        raise ArgumentTypeError(
+            f"losses.inliers(): `threshold` is {describe(threshold)}.",
+            why="it says how far out is too far, as a number.",
+            fix="threshold=3.5",
         )
     if method == "quantile" and not 0 < threshold <= 1:
         raise ArgumentValueError(
@@ -160,6 +167,12 @@ def trimmed(per_sample: torch.Tensor, fraction: float) -> torch.Tensor:
             f"losses.trimmed(): `per_sample` is {describe(per_sample)}.",
             why="losses are real numbers.",
             fix="losses.trimmed(per_sample.float(), fraction)",
+        )
+    if not isinstance(fraction, Real | torch.Tensor):
+        raise ArgumentTypeError(
+            f"losses.trimmed(): `fraction` is {describe(fraction)}.",
+            why="how many losses are left out is a number that the host knows.",
+            fix="losses.trimmed(per_sample, 0.1)   # without the largest 10 %",
         )
     if not 0 <= fraction < 1:
         raise ArgumentValueError(

@@ -15,6 +15,8 @@ __all__ = ["Reduction", "check_reduction", "check_weights", "divided", "over_ele
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 def reduce(
     per_element: torch.Tensor,
@@ -51,7 +53,7 @@ def reduce(
     """
     check_tensor(per_element, name="per_element", function="losses.reduce")
     total, amount = _sum_and_amount(per_element, keep, weights, function="losses.reduce")
-    return divided(total, amount, empty)
+    return _narrow(divided(total, amount, empty), per_element)
 
 
 def reduced(
@@ -75,9 +77,9 @@ def reduced(
         The reduced losses.
     """
     if reduction == "none":
-        return _weighed(per_element, keep, weights, function=function)[0]
+        return _narrow(_weighed(per_element, keep, weights, function=function)[0], per_element)
     total, amount = _sum_and_amount(per_element, keep, weights, function=function)
-    return divided(total, amount, 0.0) if reduction == "mean" else total
+    return _narrow(divided(total, amount, 0.0) if reduction == "mean" else total, per_element)
 
 
 def check_reduction(reduction: str, *, function: str) -> None:
@@ -144,16 +146,28 @@ def over_elements(each: Any, elements: torch.Tensor, *, name: str = "keep", func
 def _sum_and_amount(
     per_element: torch.Tensor, keep: torch.Tensor | None, weights: torch.Tensor | None, *, function: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    wide, summed = _wide(per_element), torch.float32 if per_element.dtype in _HALVES else None
     if weights is None and keep is None:
-        return per_element.sum(), torch.full(
-            (), per_element.numel(), dtype=per_element.dtype, device=per_element.device
-        )
+        amount = torch.full((), per_element.numel(), dtype=wide, device=per_element.device)
+        return per_element.sum(dtype=summed), amount
     if keep is not None and weights is None:
         mask = check_keep(over_elements(keep, per_element, function=function), per_element, function=function)
-        amount = mask.expand(per_element.shape).sum().to(per_element.dtype)
-        return masked.sum(per_element, keep=mask), amount
+        amount = mask.expand(per_element.shape).sum().to(wide)
+        return masked.sum(per_element, keep=mask, dtype=summed), amount
     weighed, weights_kept = _weighed(per_element, keep, weights, function=function)
     return weighed.sum(), weights_kept.expand(per_element.shape).sum()
+
+
+def _wide(per_element: torch.Tensor) -> torch.dtype:
+    """Give the dtype of weights and amounts: a half cannot count beyond 65504, and an integer has no parts."""
+    if per_element.dtype in _HALVES:
+        return torch.float32
+    floating = per_element.is_floating_point() or per_element.is_complex()
+    return per_element.dtype if floating else torch.get_default_dtype()
+
+
+def _narrow(result: torch.Tensor, per_element: torch.Tensor) -> torch.Tensor:
+    return result.to(per_element.dtype) if per_element.dtype in _HALVES else result
 
 
 def _weighed(
@@ -168,7 +182,7 @@ def _weighed(
     if weights is None:
         ones = torch.ones((), dtype=per_element.dtype, device=per_element.device)
         return per_element if mask is None else torch.where(mask, per_element, 0), ones
-    each = check_weights(weights, per_element, function=function).to(per_element.dtype)
+    each = check_weights(weights, per_element, function=function).to(_wide(per_element))
     mask = each != 0 if mask is None else mask & (each != 0)
     # The loss is cut out before it is multiplied: 0 x NaN must not happen, neither here nor in backward.
     each = torch.where(mask, each, 0)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
 
 import torch
 
-from gradgate._checks import check_keep, check_tensor
+from gradgate._checks import check_fits, check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.losses._reducing import Reduction, check_reduction, check_weights, over_elements, reduced
+from gradgate.losses._reducing import Reduction
+from gradgate.losses._residuals import Scale, floating, of_residual
 
 __all__ = ["barron", "cauchy", "charbonnier", "geman_mcclure", "huber", "robust_weights", "tukey", "welsch"]
-
-Scale = float | torch.Tensor
 
 
 def huber(
@@ -44,7 +42,9 @@ def huber(
         The loss.
 
     Raises:
-        ArgumentValueError: The scale is not positive, or the reduction is unknown.
+        ArgumentTypeError: The residual is complex.
+        ArgumentValueError: The scale is not positive or does not broadcast to the residual, or the reduction is
+            unknown.
 
     Gradient:
         r up to the scale, scale x sign(r) beyond. Exactly 0 to what is left out, whatever it is; NaN that is kept
@@ -60,7 +60,7 @@ def huber(
         small = torch.minimum(size, torch.as_tensor(s, dtype=r.dtype, device=r.device))
         return small * (size - small / 2)
 
-    return _robust(rho, residual, scale, keep, weights, reduction, function="losses.huber")
+    return of_residual(rho, residual, scale, keep, weights, reduction, function="losses.huber")
 
 
 def cauchy(
@@ -93,7 +93,7 @@ def cauchy(
         >>> gg.losses.cauchy(torch.tensor([0.0, 1.0]), reduction="none")
         tensor([0.0000, 0.3466])
     """
-    return _robust(
+    return of_residual(
         lambda r, s: s**2 / 2 * torch.log1p((r / s) ** 2),
         residual,
         scale,
@@ -134,7 +134,7 @@ def welsch(
         >>> gg.losses.welsch(torch.tensor([0.0, float("inf")]), reduction="none")
         tensor([0.0000, 0.5000])
     """
-    return _robust(
+    return of_residual(
         lambda r, s: -(s**2) / 2 * torch.expm1(-_square(r / s)),
         residual,
         scale,
@@ -180,7 +180,7 @@ def geman_mcclure(
         # 1 - 1 / (1 + z) instead of z / (1 + z): the same, without infinity over infinity.
         return s**2 / 2 * (1 - 1 / (1 + _square(r / s)))
 
-    return _robust(rho, residual, scale, keep, weights, reduction, function="losses.geman_mcclure")
+    return of_residual(rho, residual, scale, keep, weights, reduction, function="losses.geman_mcclure")
 
 
 def tukey(
@@ -213,7 +213,7 @@ def tukey(
         >>> gg.losses.tukey(torch.tensor([0.5, 100.0]), reduction="none")
         tensor([0.0964, 0.1667])
     """
-    return _robust(
+    return of_residual(
         lambda r, s: s**2 / 6 * (1 - (1 - (r / s).clamp(-1, 1) ** 2) ** 3),
         residual,
         scale,
@@ -256,11 +256,11 @@ def charbonnier(
     """
 
     def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
-        # z / (sqrt(1 + z) + 1) is sqrt(1 + z) - 1 without losing the small ones.
-        z = (r / s) ** 2
-        return s**2 * (z / (torch.sqrt(1 + z) + 1))
+        # z / (sqrt(1 + z) + 1) is sqrt(1 + z) - 1 without losing the small ones; nor is z, a square, made of the large.
+        size = r / s
+        return s**2 * (size * (size / (torch.hypot(size, size.new_ones(())) + 1)))
 
-    return _robust(rho, residual, scale, keep, weights, reduction, function="losses.charbonnier")
+    return of_residual(rho, residual, scale, keep, weights, reduction, function="losses.charbonnier")
 
 
 def barron(
@@ -289,6 +289,7 @@ def barron(
         scale^2 x b / alpha x ((1 + (r / scale)^2 / b)^(alpha / 2) - 1) with b = |alpha - 2|.
 
     Raises:
+        ArgumentTypeError: alpha is not a number.
         ArgumentValueError: As in `huber`, or alpha is inf.
 
     Gradient:
@@ -301,7 +302,16 @@ def barron(
         >>> torch.allclose(gg.losses.barron(r, alpha=1.0), gg.losses.charbonnier(r))
         True
     """
-    if not isinstance(alpha, torch.Tensor) and math.isinf(alpha):
+    if isinstance(alpha, torch.Tensor):
+        check_tensor(residual, name="residual", function="losses.barron")
+        check_fits(alpha, residual, name="alpha", function="losses.barron")
+    elif not isinstance(alpha, Real):
+        raise ArgumentTypeError(
+            f"losses.barron(): `alpha` is {describe(alpha)}.",
+            why="it is the shape of the loss, as a number.",
+            fix="alpha=1.0",
+        )
+    elif math.isinf(alpha):
         if alpha > 0:
             raise ArgumentValueError(
                 "losses.barron(): `alpha` is inf.",
@@ -316,7 +326,7 @@ def barron(
         logarithm = torch.log1p((r / s) ** 2 / b)
         return s**2 * b / 2 * logarithm * _exponential_quotient(shape / 2 * logarithm)
 
-    return _robust(rho, residual, scale, keep, weights, reduction, function="losses.barron")
+    return of_residual(rho, residual, scale, keep, weights, reduction, function="losses.barron")
 
 
 def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *, scale: Scale = 1.0) -> torch.Tensor:
@@ -346,44 +356,9 @@ def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *,
         )
     check_tensor(residual, name="residual", function="losses.robust_weights")
     with torch.enable_grad():
-        leaf = residual.detach().clone().requires_grad_()
+        leaf = floating(residual.detach()).clone().requires_grad_()
         (slope,) = torch.autograd.grad(loss(leaf, scale=scale, reduction="sum"), leaf)
     return torch.where(residual == 0, 1, slope / torch.where(residual == 0, 1, residual.detach()))
-
-
-def _robust(
-    rho: Callable[[torch.Tensor, Scale], torch.Tensor],
-    residual: torch.Tensor,
-    scale: Scale,
-    keep: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    reduction: Reduction,
-    *,
-    function: str,
-) -> torch.Tensor:
-    check_tensor(residual, name="residual", function=function)
-    check_reduction(reduction, function=function)
-    number: Any = scale
-    if not isinstance(number, torch.Tensor) and not (isinstance(number, Real) and float(number) > 0):
-        raise ArgumentValueError(
-            f"{function}(): `scale` is {describe(scale)}.",
-            why="it is the size at which a residual counts as large.",
-            fix="scale=1.0   # or 1.4826 * the median absolute residual",
-        )
-    residual = _without_left_out(residual, keep, weights, function)
-    return reduced(rho(residual, scale), keep, weights, reduction, function=function)
-
-
-def _without_left_out(
-    residual: torch.Tensor, keep: torch.Tensor | None, weights: torch.Tensor | None, function: str
-) -> torch.Tensor:
-    """Put 0 where something is left out, before anything is computed from it: no NaN goes in, none comes back."""
-    if keep is not None:
-        mask = check_keep(over_elements(keep, residual, function=function), residual, function=function)
-        residual = torch.where(mask, residual, 0)
-    if weights is not None:
-        residual = torch.where(check_weights(weights, residual, function=function) != 0, residual, 0)
-    return residual
 
 
 def _square(r: torch.Tensor) -> torch.Tensor:

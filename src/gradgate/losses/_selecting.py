@@ -37,5 +37,5 @@ def middle(x: torch.Tensor, dim: int | Sequence[int] | None, finite: torch.Tenso
         value = numpy.nan
     else:
         parted = numpy.partition(flat, upper)
-        value = parted[upper] if len(flat) % 2 else (parted[:upper].max() + parted[upper]) / 2
-    return torch.full([1] * x.dim(), float(value), dtype=x.dtype)
+        value = parted[upper] if len(flat) % 2 else parted[:upper].max() / 2 + parted[upper] / 2
+    return torch.full([1] * x.dim(), float(value), dtype=x.dtype, device=x.device)
