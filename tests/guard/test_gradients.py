@@ -235,3 +235,28 @@ def test_a_gradient_penalty_that_walks_back_inside_the_loss():
     assert step.kept == [0, 2, 3, 5, 6, 7]
     loss_of(twin, x[step.kept]).backward()
     assert same_gradients(model, twin)
+
+
+def test_a_gradient_that_comes_back_to_where_the_way_back_ends_is_seen():
+    """The model's own parameter works in its body, so the walk back ends at what its one child gave."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.soft = nn.Parameter(torch.ones(3)), nn.Softplus()
+
+        def forward(self, x):
+            return self.soft(x * self.scale)
+
+    model, twin = twins(Scaled())
+    x, weight = torch.randn(8, 3), torch.ones(8)
+    weight[3] = 0
+
+    def loss_of(model, rows):
+        return (model(x[rows]) * weight[rows, None]).sum(1).sqrt().mean()
+
+    step = gg.Guard(model).step(torch.arange(8), lambda rows: loss_of(model, rows))
+    assert [incident.row for incident in step.dropped] == [3]
+    assert step.dropped[0].details["tried"] == "gradients that are not finite"
+    loss_of(twin, torch.tensor(step.kept)).backward()
+    assert same_gradients(model, twin)

@@ -229,7 +229,8 @@ class _Localiser:
             outcome = scenes.trial.forward(scenes.batch, scenes.size)
             if outcome.fault is not None or not observer.entries:
                 return
-            scenes.trial.attempt(lambda: torch.autograd.grad(outcome.value, observer.entries, allow_unused=True))
+            entries = observer.look_back()
+            scenes.trial.attempt(lambda: torch.autograd.grad(outcome.value, entries, allow_unused=True))
         self.found.modules = list(observer.modules)
         if observer.is_outermost:
             tape = self._tape(observer.open[0])

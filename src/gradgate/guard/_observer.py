@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from gradgate._places import Line, written
 from gradgate._torch_compat import ModuleCall, mixes_rows, watched_modules, write_mark
@@ -83,7 +84,7 @@ class Observer:
         self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
         self._finite: tuple[int, torch.nn.Module | None, Line | None] = (0, None, None)
         self._itself = weakref.proxy(self)
-        self._hooked: list[torch.Tensor] = []
+        self._looks: dict[tuple[Node | torch.Tensor, int], Callable[[torch.Tensor], None]] = {}
         self._seen_at = 0
         self.open: list[Open] = [Open(None)]
         self.modules: dict[torch.nn.Module, None] = {}
@@ -160,27 +161,32 @@ class Observer:
         if self._values:
             self._look(tensors, ModuleCall(module, args, kwargs))
         if self._gradients:
-            inputs = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
-            self._watch_gradients(module, inputs, [tensor for tensor in tensors if tensor.requires_grad])
+            self._watch(module, args, kwargs, [tensor for tensor in tensors if tensor.requires_grad])
 
-    def _watch_gradients(
-        self, module: torch.nn.Module, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-    ) -> None:
-        enters = not any(tensor.requires_grad for tensor in inputs)
-        if enters:
+    def _watch(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+        """Note what a module gave; and where no gradient goes further back, that the way back may end there."""
+        if not _takes_gradient(args) and not _takes_gradient(kwargs):
             self.entries += outputs
-        # A container gives what its last child gave, and the innermost module that gave it is the one to ask.
-        fresh = [tensor for tensor in outputs if all(tensor is not other for other in self._hooked)]
-        if not fresh:
-            return
-        line, self._hooked = running_line(), fresh
-        for tensor in fresh:
-            # The hook must not hold the tensor that holds the hook, nor the observer, which holds some of them.
-            hook = partial(Observer._look_back, self._itself, at=id(tensor), module=module, line=line)
-            if enters or tensor.grad_fn is None:
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-            else:  # the same gradient, in an eighth of the time; but the way back ends before the node of an entry
-                tensor.grad_fn.register_prehook(partial(_of_output, tensor.output_nr, hook))
+        for tensor in outputs:
+            source = tensor.grad_fn or tensor, tensor.output_nr
+            # A container gives what its last child gave, and the innermost module that gave it is the one to ask.
+            if source not in self._looks:
+                # A look must not hold the tensor that will hold it, nor the observer, which holds some of them.
+                look = partial(Observer._look_back, self._itself, at=id(tensor), module=module, line=running_line())
+                self._looks[source] = look
+
+    def look_back(self) -> list[torch.Tensor]:
+        """Look at the gradients of what modules gave as soon as they come, and give the tensors to walk back to."""
+        for tensor in self.entries:
+            # The way back ends at an entry: its node does not run, nor does a hook of the node.
+            if (look := self._looks.pop((tensor.grad_fn or tensor, tensor.output_nr), None)) is not None:
+                tensor.register_hook(look)  # type: ignore[no-untyped-call]
+        for (source, number), look in self._looks.items():
+            if isinstance(source, torch.Tensor):
+                source.register_hook(look)  # type: ignore[no-untyped-call]
+            else:  # the same gradient, for an eighth of the cost of a hook on the tensor
+                source.register_prehook(partial(_of_output, number, look))
+        return self.entries
 
     def _look_back(self, grad: torch.Tensor, at: int, module: torch.nn.Module, line: Line | None) -> None:
         rows = non_finite_rows([grad], self._size, self._batch_dim)
@@ -206,6 +212,11 @@ class Observer:
         """Whether the gradient that is not finite came back to what the outermost modules gave: born in the loss."""
         outputs = (tensor for answer in self.open[0].answers for tensor in tensors_in(answer.output))
         return any(id(tensor) == self._seen_at for tensor in outputs)
+
+
+def _takes_gradient(arguments: Any) -> bool:
+    """Tell whether a gradient goes back from a module into what it was called with."""
+    return any(tensor.requires_grad for tensor in tensors_in(arguments)) if arguments else False
 
 
 def _of_output(number: int, look: Callable[[torch.Tensor], None], gradients: Sequence[torch.Tensor | None]) -> None:
