@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -112,14 +112,14 @@ def _finite_or_none(x: torch.Tensor) -> torch.Tensor | None:
     return torch.isfinite(x)
 
 
-def _check_threshold(method: object, threshold: Any) -> None:
+def _check_threshold(method: object, threshold: float) -> None:
     if not isinstance(method, str) or method not in _METHODS:
         raise ArgumentValueError(
             f"losses.inliers(): `method` is {describe(method)}.",
             why=f"there are {listed(list(_METHODS))}.",
             fix='method="mad"',
         )
-    if not isinstance(threshold, Real | torch.Tensor):
+    if not _is_number(threshold):
         raise ArgumentTypeError(
             f"losses.inliers(): `threshold` is {describe(threshold)}.",
             why="it says how far out is too far, as a number.",
@@ -137,6 +137,10 @@ def _check_threshold(method: object, threshold: Any) -> None:
             why="it is a distance from the middle.",
             fix="threshold=3.5",
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real | torch.Tensor)
 
 
 def trimmed(per_sample: torch.Tensor, fraction: float) -> torch.Tensor:
@@ -168,7 +172,7 @@ def trimmed(per_sample: torch.Tensor, fraction: float) -> torch.Tensor:
             why="losses are real numbers.",
             fix="losses.trimmed(per_sample.float(), fraction)",
         )
-    if not isinstance(fraction, Real | torch.Tensor):
+    if not _is_number(fraction):
         raise ArgumentTypeError(
             f"losses.trimmed(): `fraction` is {describe(fraction)}.",
             why="how many losses are left out is a number that the host knows.",
