@@ -87,3 +87,30 @@ def test_buffers_that_changed_between_steps_are_as_before_the_bad_step(change):
     after = dict(norm.named_buffers())
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert all(after[name] is objects[name] for name in objects)
+
+
+@pytest.mark.parametrize("other", [torch.arange(4.0) + 10, torch.arange(4.0).half(), torch.arange(8.0)[::2]])
+def test_a_tensor_that_was_given_other_memory_after_the_copy_is_written_there(other):
+    tensor = torch.arange(4.0)
+    copies = BufferCopies([tensor])
+    copies.take()
+    before = tensor.data
+    tensor.data = other
+    copies.put_back()
+    assert tensor.tolist() == [0, 1, 2, 3] == before.tolist()
+    tensor.copy_(torch.arange(4) + 1)
+    copies.take()
+    tensor.zero_()
+    copies.put_back()
+    assert tensor.tolist() == [1, 2, 3, 4] != before.tolist()
+
+
+def test_autograd_sees_what_is_put_back():
+    tensor = torch.arange(4.0)
+    copies = BufferCopies([tensor])
+    copies.take()
+    weight = torch.ones(4, requires_grad=True)
+    product = (weight * tensor).sum()
+    copies.put_back()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()

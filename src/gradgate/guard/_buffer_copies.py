@@ -45,16 +45,16 @@ class BufferCopies:
 
     def put_back(self) -> None:
         """Write into the tensors what was copied last, and let autograd see it."""
-        with torch.no_grad():
-            if self._have_moved():
-                copy_tensors(self._plain, self._plain_copies)
-            else:
-                for copied, seen in self._bytes:
-                    seen[:] = copied
-                increment_version(self._plain)
-            copy_tensors(self._others, self._other_copies)
-            for copy, tensor in self._lazy:
-                tensor.copy_(copy)
+        if self._have_moved():
+            self._lay_out()
+        for copied, seen in self._bytes:
+            seen[:] = copied
+        increment_version(self._plain)
+        if self._others or self._lazy:
+            with torch.no_grad():
+                copy_tensors(self._others, self._other_copies)
+                for copy, tensor in self._lazy:
+                    tensor.copy_(copy)
 
     def _have_moved(self) -> bool:
         """Tell whether somebody gave one of them other memory than it had when they were laid out."""
@@ -67,8 +67,9 @@ class BufferCopies:
         eager = [(copy, tensor) for copy, tensor in pairs if not (tensor.is_conj() or tensor.is_neg())]
         self._plain, self._plain_copies, self._others, self._other_copies = [], [], [], []
         for copy, tensor in eager:
-            (self._plain if _lies_plainly(tensor) else self._others).append(tensor)
-            (self._plain_copies if _lies_plainly(tensor) else self._other_copies).append(copy)
+            plain = _lies_plainly(tensor) and copy.dtype is tensor.dtype and copy.nbytes == tensor.nbytes
+            (self._plain if plain else self._others).append(tensor)
+            (self._plain_copies if plain else self._other_copies).append(copy)
         self._places = [tensor.data_ptr() for tensor in self._plain]
         self._bytes = list(zip(map(_memory_of, self._plain_copies), map(_memory_of, self._plain), strict=True))
 

@@ -17,6 +17,7 @@ __all__ = ["Fault", "must_pass"]
 
 Cause = Literal["exception", "non-finite loss", "non-finite gradient", "non-finite output"]
 
+FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 # torch says these with a plain RuntimeError: the machine has no memory left, or the device is beyond repair.
 FATAL_TEXTS = (
     "out of memory",
@@ -94,8 +95,6 @@ def must_pass(error: BaseException) -> bool:
     Returns:
         True for interrupts, exits, missing memory and a device that died.
     """
-    if not isinstance(error, Exception) or isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, torch.AcceleratorError):
+    if not isinstance(error, Exception) or isinstance(error, FATAL):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in FATAL_TEXTS)

@@ -84,7 +84,7 @@ class Observer:
         self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
         self._finite: tuple[int, torch.nn.Module | None, Line | None] = (0, None, None)
         self._itself = weakref.proxy(self)
-        self._looks: dict[tuple[Node | torch.Tensor, int], Callable[[torch.Tensor], None]] = {}
+        self._gave: dict[tuple[Node | torch.Tensor, int], Callable[[torch.Tensor], None]] = {}
         self._seen_at = 0
         self.open: list[Open] = [Open(None)]
         self.modules: dict[torch.nn.Module, None] = {}
@@ -170,18 +170,18 @@ class Observer:
         for tensor in outputs:
             source = tensor.grad_fn or tensor, tensor.output_nr
             # A container gives what its last child gave, and the innermost module that gave it is the one to ask.
-            if source not in self._looks:
+            if source not in self._gave:
                 # A look must not hold the tensor that will hold it, nor the observer, which holds some of them.
                 look = partial(Observer._look_back, self._itself, at=id(tensor), module=module, line=running_line())
-                self._looks[source] = look
+                self._gave[source] = look
 
     def look_back(self) -> list[torch.Tensor]:
         """Look at the gradients of what modules gave as soon as they come, and give the tensors to walk back to."""
         for tensor in self.entries:
             # The way back ends at an entry: its node does not run, nor does a hook of the node.
-            if (look := self._looks.pop((tensor.grad_fn or tensor, tensor.output_nr), None)) is not None:
+            if (look := self._gave.pop((tensor.grad_fn or tensor, tensor.output_nr), None)) is not None:
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
-        for (source, number), look in self._looks.items():
+        for (source, number), look in self._gave.items():
             if isinstance(source, torch.Tensor):
                 source.register_hook(look)  # type: ignore[no-untyped-call]
             else:  # the same gradient, for an eighth of the cost of a hook on the tensor

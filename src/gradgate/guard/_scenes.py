@@ -26,6 +26,8 @@ from gradgate.guard._trial import Outcome, Trial
 
 __all__ = ["Scenes", "has_rows", "untouched"]
 
+Take = Callable[[torch.Tensor], Any]
+
 
 class Scenes:
     """The tests of one batch.
@@ -130,7 +132,7 @@ class Scenes:
     @contextmanager
     def inside(self, fault: Fault, call: ModuleCall, tape: Tape, autocast: dict[str, torch.dtype]) -> Iterator[Test]:
         """Test rows of the arguments that a module was called with; its finished children answer from a tape."""
-        module, trial, take = call.module, self.trial, self._taking(call)
+        module, trial, (takes, named) = call.module, self.trial, self._takes(call)
         until = bool(tape)  # then nothing inside runs but the body of the module itself
         careful = next(module.buffers(recurse=not until), None) is not None
 
@@ -140,7 +142,8 @@ class Scenes:
             index = index_of(rows)
             if until:
                 tape.rewind(index)
-            args, kwargs = take(index)
+            args = [take(index) for take in takes]
+            kwargs = {key: take(index) for key, take in named.items()} if named else {}
             try:
                 module(*args, **kwargs)
             except Enough:
@@ -163,16 +166,16 @@ class Scenes:
 
     def smears(self, call: ModuleCall, row: int, companion: int) -> bool:
         """Tell whether a module lets one row's value that is not finite into another row."""
-        args, kwargs = self._taking(call)(index_of([row, companion]))
+        (takes, named), index = self._takes(call), index_of([row, companion])
+        args, kwargs = [take(index) for take in takes], {key: take(index) for key, take in named.items()}
         with self.prepared(light=True):
             outcome = self.trial.attempt(lambda: call.module(*args, **kwargs))
         return outcome.fault is not None or 1 in non_finite_rows(tensors_in(outcome.value), 2, self.batch_dim)
 
-    def _taking(self, call: ModuleCall) -> Callable[[torch.Tensor], tuple[list[Any], dict[str, Any]]]:
-        """Make a function that takes rows of the arguments of a call."""
-        args = [taking(value, self.size, self.batch_dim) for value in call.args]
-        kwargs = {key: taking(value, self.size, self.batch_dim) for key, value in call.kwargs.items()}
-        return lambda index: ([take(index) for take in args], {key: take(index) for key, take in kwargs.items()})
+    def _takes(self, call: ModuleCall) -> tuple[list[Take], dict[str, Take]]:
+        """Make functions that take rows of each argument of a call."""
+        takes = [taking(value, self.size, self.batch_dim) for value in call.args]
+        return takes, {key: taking(value, self.size, self.batch_dim) for key, value in call.kwargs.items()}
 
     def _verdict(self, rows: Group, fault: Fault, outcome: Outcome) -> Verdict:
         if outcome.fault is None:
