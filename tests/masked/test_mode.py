@@ -97,6 +97,25 @@ def test_many_blocks(monkeypatch):
         check_rows(x, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 255), (-1, 255), (0, 256), (-128, 127), (-129, 127), (-128, 128), (7, 7)]
+)
+@pytest.mark.parametrize("exclude", [None, 255, -100, 0, [300, -129, 7], torch.tensor([1, 257, -128])], ids=str)
+def test_integers_that_fit_in_a_byte_are_counted_in_bytes(dtype, low, high, exclude, monkeypatch):
+    x = torch.randint(low, high + 1, (9, 40)).to(dtype)
+    x[0, 0], x[8, 39] = low, high
+    wide = [masked.mode(x.t()[:, :size], 0, exclude=exclude, empty=300) for size in (9, 3)]
+    monkeypatch.setattr(_votes, "SMALL", 0)
+    narrow, _ = _votes.in_bytes(x)
+    assert narrow.element_size() == (1 if (low, high) in ((0, 255), (-128, 127), (7, 7)) else x.element_size())
+    assert torch.equal(narrow.to(dtype), x)
+    for size, expected in zip((9, 3), wide, strict=True):
+        found = masked.mode(x.t()[:, :size], 0, exclude=exclude, empty=300)
+        assert found.values.dtype == dtype
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.fixture
 def parts(monkeypatch):
     """Let small rows be counted in parts, and give a list of how many rows that told, and of how many."""

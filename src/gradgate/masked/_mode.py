@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from gradgate._checks import check_tensor
 from gradgate._torch_compat import has_data, inside_functorch
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import SMALL, Exclude, zeros_and_ones
-from gradgate.masked._votes import vote_anywhere, vote_on_cpu
+from gradgate.masked._votes import in_bytes, vote_anywhere, vote_on_cpu
 
 __all__ = ["mode"]
 
@@ -64,16 +65,20 @@ def mode(
         >>> found.values, found.indices, found.counts
         (tensor([7, 4]), tensor([4, 3]), tensor([2, 2]))
     """
-    slices = slices_of(x, dim, keep, exclude, function="masked.mode", keepdim=keepdim, empty=empty)
+    check_tensor(x, name="x", function="masked.mode")
+    # The fast ways look at the data, which costs nothing on the CPU; torch.func cannot follow them.
+    looks = x.is_cpu and not inside_functorch() and type(x.detach()) is torch.Tensor and has_data(x)
+    small, limits = in_bytes(x) if looks else (x, None)
+    slices = slices_of(small, dim, keep, exclude, function="masked.mode", keepdim=keepdim, empty=empty)
     slices.refuse(complexes=True)
     rows = (slices if slices.size else slices.with_mask()).in_one_dim()
     plain, mask = rows.x.detach(), None if rows.mask is None else rows.full_mask()
     certain = mask is None
-    # The fast ways look at the data, which costs nothing on the CPU; torch.func cannot follow them.
-    if plain.device.type == "cpu" and not inside_functorch() and type(plain) is torch.Tensor and has_data(plain):
+    if looks:
         if mask is not None and plain.numel() < SMALL:  # larger ones have been looked at
             mask = zeros_and_ones(mask)
-        indices, counts, values, certain = vote_on_cpu(plain, mask)
+        indices, counts, values, certain = vote_on_cpu(plain, mask, limits)
+        values = None if values is None else values.to(x.dtype)
     else:
         (indices, counts), values = vote_anywhere(plain, mask), None
     if values is None:

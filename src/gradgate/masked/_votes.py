@@ -17,14 +17,16 @@ from functools import partial
 
 import torch
 
-__all__ = ["vote_anywhere", "vote_on_cpu"]
+from gradgate.masked._valid import SMALL
+
+__all__ = ["in_bytes", "vote_anywhere", "vote_on_cpu"]
 
 CPU = torch.device("cpu")  # said wherever memory is taken: torch.set_default_device may say otherwise
 MOST_VOTES = 16
 LONG = 4096
 BLOCK = 1 << 18
 
-
+Limits = tuple[int, int]
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of each row: the index, how often, and the value's code
 
 
@@ -53,24 +55,45 @@ def vote_anywhere(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Ten
     return torch.where(counts == 0, -1, order.gather(-1, place.unsqueeze(-1)).squeeze(-1)), counts
 
 
+def in_bytes(x: torch.Tensor) -> tuple[torch.Tensor, Limits | None]:
+    """Give wide integers in a byte each, if they fit: all that follows reads them several times.
+
+    Args:
+        x: Values, on the CPU.
+
+    Returns:
+        The values, and the least and the largest of them if they have been looked at.
+    """
+    if x.dtype not in (torch.int64, torch.int32, torch.int16) or x.numel() < SMALL:
+        return x, None
+    low, high = limits = _limits(x)
+    for narrow in (torch.uint8, torch.int8):
+        if torch.iinfo(narrow).min <= low and high <= torch.iinfo(narrow).max:
+            return x.to(narrow), limits
+    return x, limits
+
+
 def vote_on_cpu(
-    x: torch.Tensor, mask: torch.Tensor | None
+    x: torch.Tensor, mask: torch.Tensor | None, limits: Limits | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
     """Do the same as `vote_anywhere`, faster, for tensors whose data can be looked at.
 
     Args:
         x: As there, on the CPU.
         mask: As there.
+        limits: The least and the largest of integers, if that is known already.
 
     Returns:
         As there; the values, if they are of integers (anything where nothing is kept); and whether something is kept
         in every row.
     """
     shape, size = x.shape[:-1], x.shape[-1]
+    if mask is not None and mask.numel() and mask.view(torch.uint8).amin().item():
+        mask = None  # what was to be left out is not there
     few = size <= MOST_VOTES
     # For votes a range that leaves room for count and index in 16 or 32 bits, for others one that is worth a table.
     width = 1 << (15 if x.element_size() == 1 else 31) - _bits_of_keys(size, 0, 0) if few else 4 * size
-    low, high, far = _range(x, mask, width)
+    low, high, far = _range(x, mask, limits, width)
     way: Callable[..., Found]
     if few and _bits_of_keys(size, low, high) < 64:
         way, dim = _by_pairs, 1
@@ -127,14 +150,14 @@ def _code_of_nan(whole: torch.dtype) -> int:
     return 0x7FC00000 if whole is torch.int32 else 0x7FF8000000000000
 
 
-def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int, int, bool]:
+def _range(x: torch.Tensor, mask: torch.Tensor | None, limits: Limits | None, width: int) -> tuple[int, int, bool]:
     """Give a range that holds the codes of all that is kept, and whether others lie outside of it."""
     if x.is_floating_point():
         nan = _code_of_nan(torch.int64 if x.dtype is torch.float64 else torch.int32)
         return -nan, nan, False
     if x.dtype is torch.bool or not x.numel():
         return 0, 1, False
-    low, high = _limits(x)
+    low, high = limits or _limits(x)
     if mask is None or high - low < width:
         return low, high, False
     # What is left out may lie far away. Multiplied by 0 it does not; then 0 is in the range as well. A first look at
@@ -144,14 +167,14 @@ def _range(x: torch.Tensor, mask: torch.Tensor | None, width: int) -> tuple[int,
     kept = mask.view(torch.uint8)
     for part, present in ((x[:first], kept[:first]), (x[first:], kept[first:])):
         if len(part):
-            limits = _limits(part * present)
-            least, most = min(least, limits[0]), max(most, limits[1])
+            some = _limits(part * present)
+            least, most = min(least, some[0]), max(most, some[1])
         if most - least >= width:
             return low, high, False
     return least, most, True
 
 
-def _limits(x: torch.Tensor) -> tuple[int, int]:
+def _limits(x: torch.Tensor) -> Limits:
     # aminmax copies what is not contiguous; amin and amax do not, but are slow for int64.
     for view in (x, x.movedim(-1, 0)):
         if view.is_contiguous():
@@ -279,6 +302,9 @@ def _parts_tell(x: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Look at some rows whether counting parts is worth while."""
     if x.numel() < 4 * LONG:
         return False
+    first = x[0, :LONG]
+    if torch.unique(first).numel() == first.numel():
+        return False  # all different, so that most parts hold several
     some = max(1, LONG // x.shape[1])
     kept = None if mask is None else mask[:some, :LONG].view(torch.uint8)
     rough = _in_parts(x[:some, :LONG], kept)
