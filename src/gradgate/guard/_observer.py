@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from gradgate._places import Line, written
 from gradgate._torch_compat import ModuleCall, mixes_rows, watched_modules, write_mark
-from gradgate.guard._batches import batch_dim_of
+from gradgate.guard._batches import batch_dim_of, index_of
 from gradgate.guard._finite import non_finite_rows, tensors_in
 from gradgate.guard._places import running_line
 
@@ -204,8 +204,10 @@ class Observer:
     def _norms(self, grad: torch.Tensor, rows: frozenset[int]) -> dict[int, float]:
         dim = batch_dim_of(grad, self._size, self._batch_dim)
         assert dim is not None
-        norms = grad.movedim(dim, 0).reshape(self._size, -1).norm(dim=1).tolist()
-        return {row: norms[row] for row in rows}
+        chosen, others = sorted(rows), [axis for axis in range(grad.dim()) if axis != dim]
+        values = grad.index_select(dim, index_of(chosen).to(grad.device))
+        norms = torch.linalg.vector_norm(values, dim=others) if others else values.abs()
+        return dict(zip(chosen, norms.tolist(), strict=True))
 
     @property
     def is_outermost(self) -> bool:
