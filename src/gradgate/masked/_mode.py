@@ -77,8 +77,7 @@ def mode(
     if looks:
         if mask is not None and plain.numel() < SMALL:  # larger ones have been looked at
             mask = zeros_and_ones(mask)
-        indices, counts, values, certain = vote_on_cpu(plain, mask, limits)
-        values = None if values is None else values.to(x.dtype)
+        indices, counts, values, certain = vote_on_cpu(plain, mask, limits, x.dtype)
     else:
         (indices, counts), values = vote_anywhere(plain, mask), None
     if values is None:

@@ -74,7 +74,7 @@ def in_bytes(x: torch.Tensor) -> tuple[torch.Tensor, Limits | None]:
 
 
 def vote_on_cpu(
-    x: torch.Tensor, mask: torch.Tensor | None, limits: Limits | None = None
+    x: torch.Tensor, mask: torch.Tensor | None, limits: Limits | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
     """Do the same as `vote_anywhere`, faster, for tensors whose data can be looked at.
 
@@ -82,6 +82,7 @@ def vote_on_cpu(
         x: As there, on the CPU.
         mask: As there.
         limits: The least and the largest of integers, if that is known already.
+        dtype: The dtype of the values to give.
 
     Returns:
         As there; the values, if they are of integers (anything where nothing is kept); and whether something is kept
@@ -111,7 +112,7 @@ def vote_on_cpu(
     count = partial(_by_parts, exact=exact) if wide and _parts_tell(x, mask) else exact
     number, certain = x.shape[dim], True
     found = torch.empty((2, number), dtype=torch.int64, device=CPU)
-    values = None if x.is_floating_point() else torch.empty(number, dtype=x.dtype, device=CPU)
+    values = None if x.is_floating_point() else torch.empty(number, dtype=dtype, device=CPU)
     step = max(1, (BLOCK << dim) // size)  # comparing pairs makes many small steps, which pay in larger blocks
     for start in range(0, number, step):
         stop = min(number, start + step)
@@ -230,10 +231,11 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
     whole = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64
     # Values count from 1; what is left out becomes 0, which none of the kept equals. Narrow numbers are fast numbers.
     fits = torch.iinfo(whole).min <= low and high < torch.iinfo(whole).max
-    values = _turned(planes if fits else planes - low, kept, whole, low - 1 if fits else -1)
+    # Fresh memory costs more than what is done in it, so the same three pieces serve for everything.
+    values, keys, equal = torch.empty((3, *planes.shape), dtype=whole, device=CPU)
+    _turn(planes if fits else planes - low, kept, low - 1 if fits else -1, values, keys, equal)
     numbers = torch.arange(size, dtype=whole, device=CPU).unsqueeze(1)
-    keys = torch.add(numbers + 2 * one_vote, values, alpha=-(1 << index_bits))
-    equal = torch.empty_like(values)
+    torch.add(numbers + 2 * one_vote, values, alpha=-(1 << index_bits), out=keys)
     for distance in range(1, size):
         same = torch.eq(values[:-distance], values[distance:], out=equal[distance:])
         keys[distance:].add_(same, alpha=one_vote)
@@ -242,25 +244,34 @@ def _by_pairs(planes: torch.Tensor, kept: torch.Tensor | None, low: int, high: i
     best = keys.amax(0)
     counts = best >> value_bits + index_bits
     nobody = torch.eq(counts, 0, out=torch.empty_like(counts))
-    value = (best >> index_bits & (1 << value_bits) - 1).long().neg_().add_(low + (1 << value_bits) - 1)
-    return (best & (1 << index_bits) - 1).sub_(nobody), counts, value
+    all_bits = (1 << value_bits) - 1
+    value = (best >> index_bits).bitwise_and_(all_bits).bitwise_xor_(all_bits)
+    value = (value if fits else value.long()).add_(low)
+    return best.bitwise_and_((1 << index_bits) - 1).sub_(nobody), counts, value
 
 
-def _turned(planes: torch.Tensor, kept: torch.Tensor | None, whole: torch.dtype, below: int) -> torch.Tensor:
-    """Give what planes have above a number, 0 where they are left out, in a narrow dtype and as planes in memory.
+def _turn(
+    planes: torch.Tensor,
+    kept: torch.Tensor | None,
+    below: int,
+    values: torch.Tensor,
+    spare: torch.Tensor,
+    other: torch.Tensor,
+) -> None:
+    """Write what planes have above a number, 0 where they are left out, into values; the others are room to work in.
 
     torch turns a matrix around faster plane by plane, and after it is narrow.
     """
-    by_rows = planes.stride(0) < planes.stride(1)
-    values = torch.empty_like(planes, dtype=whole).copy_(planes).sub_(below)
+    if planes.stride(0) >= planes.stride(1):
+        values.copy_(planes).sub_(below)
+        if kept is not None:
+            values.mul_(other.copy_(kept))
+        return
+    by_rows = spare.view(planes.t().shape).copy_(planes.t()).sub_(below)
     if kept is not None:
-        values.mul_(kept.to(whole))
-    if not by_rows:
-        return values
-    result = torch.empty(planes.shape, dtype=whole, device=CPU)
-    for plane, column in zip(result, values.unbind(), strict=True):
+        by_rows.mul_(other.view(by_rows.shape).copy_(kept.t()))
+    for plane, column in zip(values, by_rows.unbind(1), strict=True):
         plane.copy_(column)
-    return result
 
 
 def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
@@ -302,8 +313,8 @@ def _parts_tell(x: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Look at some rows whether counting parts is worth while."""
     if x.numel() < 4 * LONG:
         return False
-    first = x[0, :LONG]
-    if torch.unique(first).numel() == first.numel():
+    first = x[0, :LONG] if mask is None else x[0, :LONG][mask[0, :LONG]]
+    if 1 < first.numel() == torch.unique(first).numel():
         return False  # all different, so that most parts hold several
     some = max(1, LONG // x.shape[1])
     kept = None if mask is None else mask[:some, :LONG].view(torch.uint8)
