@@ -167,10 +167,10 @@ class Buckets:
                 if factor != 1:
                     bucket.buffer.mul_(factor)
                 for number, view in zip(bucket.numbers, bucket.views, strict=True):
-                    parameter = self.parameters[number]
                     if present is not None and not present[number]:
                         continue
-                    earlier = self._earlier.get(parameter)
+                    parameter = self.parameters[number]
+                    earlier = self._earlier.get(parameter) if self._earlier else None  # to ask takes its time
                     if earlier is None or earlier.is_sparse:
                         parameter.grad = view.detach()  # not a copy: it lies in the buffer
                     else:
@@ -269,7 +269,7 @@ class Buckets:
                     view.copy_(gradient.to_dense()).mul_(weight)
                 else:
                     torch.mul(gradient, weight, out=view)
-                if not empty and parameter in self._earlier:
+                if self._earlier and not empty and parameter in self._earlier:
                     view.add_(self._earlier[parameter], alpha=self._share)
 
 

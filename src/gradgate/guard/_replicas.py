@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -158,7 +159,8 @@ class Replicas(Ranks):
     def _choose_buckets(self) -> None:
         """Make buffers for what is trained now; freezing something makes others."""
         trained = self._trained()
-        if list(map(id, trained)) != list(map(id, self._buckets.parameters)):
+        known = self._buckets.parameters
+        if len(trained) != len(known) or not all(map(operator.is_, trained, known)):
             self._buckets = Buckets(trained, self.group, WIDTH + len(trained), self.device)
 
     def _trained(self) -> list[torch.Tensor]:
