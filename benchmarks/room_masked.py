@@ -115,6 +115,19 @@ def with_backward(shape: Shape, dim: int | None = None) -> dict[str, Candidate]:
     }
 
 
+def rows_with_backward(name: str, shape: Shape) -> dict[str, Candidate]:
+    """Line up a function of rows and its gradient: ours and that of torch.masked."""
+    ours, theirs, _ = ALONG_ROWS[name]
+    x, keep = data(shape)
+    x.requires_grad_()
+
+    def step(fn: Callable[[], torch.Tensor]) -> Candidate:
+        arriving = torch.ones_like(fn())
+        return lambda: torch.autograd.grad(fn(), x, arriving)
+
+    return {OURS: step(lambda: ours(x, keep=keep)), TORCH_MASKED: step(lambda: theirs(x, mask=keep))}
+
+
 # Each function along the last dimension: ours, torch.masked's, and the plain one.
 ALONG_ROWS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "sum": (partial(masked.sum, dim=-1), partial(torch.masked.sum, dim=-1), partial(torch.sum, dim=-1)),
@@ -163,6 +176,7 @@ ALONG_ROWS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[...
     ),
 }
 ROW_GOALS = {"amax": 10.0, "amin": 10.0, "var": 0.3, "std": 0.3, "softmax": 2.5, "logsumexp": 2.5}
+WITHOUT_GRADIENT = ("argmax", "argmin")
 TIMES_FASTER = {"sum": 8.0, "mean": 8.0, "amax": 3.5, "var": 3.5}
 
 
@@ -203,6 +217,22 @@ def _with_backward(size: str, shape: Shape, at_most: float | None, dim: int | No
     )
 
 
+def _gradient_of_rows(name: str, shape: Shape, at_least: float | None) -> Row:
+    title = f"{name} of rows and its gradient against torch.masked, {' x '.join(str(n) for n in shape)}"
+    candidates = partial(rows_with_backward, name, shape)
+    return Row(
+        "masked",
+        title,
+        candidates,
+        OURS,
+        TORCH_MASKED,
+        at_least=at_least,
+        peers=(TORCH_MASKED,),
+        quick=False,
+        seconds=1.0,
+    )
+
+
 ROWS = [
     *[_of_elements(name, n, at_most=8.0) for n in (10**5, 10**6) for name in ("mean", "sum")],
     *[_of_elements(name, 3 * 10**7, at_most=5.0, rounds=7) for name in ("mean", "sum")],
@@ -218,4 +248,7 @@ ROWS = [
     *[_of_elements(name, n, base=TORCH_MASKED, at_least=8.0) for n in (10**6, 10**7) for name in ("mean", "sum")],
     *[_against_torch_masked(name, (1000, 1000), TIMES_FASTER.get(name, 1.0)) for name in ALONG_ROWS],
     *[_against_torch_masked(name, (10, 100), 1.0) for name in ALONG_ROWS],
+    *[_gradient_of_rows(name, (1000, 1000), 1.0) for name in ALONG_ROWS if name not in WITHOUT_GRADIENT],
+    *[_gradient_of_rows(name, (128, 256), 1.0) for name in ALONG_ROWS if name not in WITHOUT_GRADIENT],
+    *[_gradient_of_rows(name, (10, 100), None) for name in ALONG_ROWS if name not in WITHOUT_GRADIENT],
 ]

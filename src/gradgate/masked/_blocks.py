@@ -5,9 +5,8 @@ fresh large tensor costs more than the arithmetic on it. So a mask is read as by
 buffers.
 
 There are two ways to take an element away. Quick: its weight is 0, and 0 times anything finite is 0; or it is moved to
-infinity by adding more than a float can hold. Exact: its bits are masked, `((bits of x ^ bits of the value) & mask) ^
-bits of the value`, which does not compute with it at all. The quick way is tried first; slices where it cannot be
-trusted (NaN or infinity was met) are done again in the exact way.
+infinity by adding more than a float can hold. Exact: its bits are masked. The quick way is tried first; slices where it
+cannot be trusted (NaN or infinity was met) are done again in the exact way.
 
 Tensors here are 3-D, (outer, reduced, inner), and nothing is seen by autograd: `_kernels.py` makes it differentiable.
 """
@@ -19,15 +18,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from gradgate.masked._bits import CPU, Bits, Buffer, Removal
 from gradgate.masked._counting import count_all
 from gradgate.masked._valid import Number
 
 __all__ = [
-    "CPU",
-    "LANES",
-    "Bits",
-    "Buffer",
-    "Removal",
     "combined",
     "cut",
     "distances",
@@ -43,8 +38,6 @@ __all__ = [
 
 BLOCK = 3 << 15  # elements: a piece of x, its mask and its buffers fit into the second-level cache
 COLUMNS = 1 << 13  # how much of a longer inner dimension is taken at once, so that a piece has several rows of it
-CPU = torch.device("cpu")  # said wherever memory is taken: torch.set_default_device may say otherwise
-LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Pieces = Iterator[tuple[torch.Tensor, ...]]
 
@@ -102,9 +95,10 @@ def distances(x: torch.Tensor, mask: torch.Tensor, center: torch.Tensor, factor:
         A new tensor of the shape of x.
     """
     result = torch.empty(x.shape, dtype=x.dtype, device=CPU)
-    mask_bits = Bits(x, 0, room_for(x))
+    mask_bits, buffer = Bits(x, 0, room_for(x)), Buffer(x.dtype, room_for(x))
     for source, kept, centers, factors, out in cut(x, mask, _spread(center, x), _spread(factor, x), result):
-        mask_bits.select(torch.sub(source, centers, out=out).mul_(factors), kept, out)
+        distance = torch.sub(source, centers, out=buffer.of(source.shape)).mul_(factors)
+        mask_bits.select(distance, kept, out)
     return result
 
 
@@ -295,6 +289,9 @@ def _extreme_of_pieces(
 def cut(*tensors: torch.Tensor) -> Pieces:
     """Cut tensors of one shape into pieces of whole slices, or of parts of one slice if a slice is large."""
     outer, reduced, inner = tensors[0].shape
+    if outer * reduced * inner <= BLOCK:
+        yield tensors
+        return
     if reduced * inner <= BLOCK:
         yield from zip(*[torch.split(t, BLOCK // max(reduced * inner, 1)) for t in tensors], strict=True)
         return
@@ -330,52 +327,3 @@ def _weighed(x: torch.Tensor, mask: torch.Tensor, exact: bool, *more: torch.Tens
         if clean is not None and mask_bits is not None:
             source = mask_bits.select(source, kept, clean.of(source.shape))
         yield source, weights.of(source.shape).copy_(kept), *others
-
-
-class Buffer:
-    """Room for one piece of a tensor, used again for the next."""
-
-    def __init__(self, dtype: torch.dtype, size: int) -> None:
-        self._flat = torch.empty(size, dtype=dtype, device=CPU)
-        self._shaped = self._flat
-
-    def of(self, shape: torch.Size) -> torch.Tensor:
-        if self._shaped.shape != shape:
-            self._shaped = self._flat[: shape.numel()].view(shape)
-        return self._shaped
-
-
-class Bits:
-    """Selects elements of a dtype by their bits, with one value for those that are left out."""
-
-    def __init__(self, x: torch.Tensor, value: Number, size: int) -> None:
-        self._lane = LANES[x.element_size()]
-        self._value = torch.tensor(value, dtype=x.dtype, device=CPU).view(self._lane) if value != 0 else None
-        self._signed, self._ones = Buffer(torch.int8, size), Buffer(self._lane, size)
-
-    def select(self, source: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write what is kept of the source, and the value for the rest, to out (which may be the source)."""
-        signed, ones = self._signed.of(kept.shape), self._ones.of(kept.shape)
-        ones.copy_(torch.neg(kept.view(torch.int8), out=signed))  # 1 becomes -1: all bits
-        bits, written = source.view(self._lane), out.view(self._lane)
-        if self._value is None:
-            torch.bitwise_and(bits, ones, out=written)
-        else:
-            torch.bitwise_xor(bits, self._value, out=written).bitwise_and_(ones).bitwise_xor_(self._value)
-        return out
-
-
-class Removal:
-    """Moves what is left out to infinity by one addition; what is NaN or infinite itself may stay that."""
-
-    def __init__(self, x: torch.Tensor, limit: float, size: int) -> None:
-        # 4 times the largest number is beyond all that can be held, also after any other was added to it.
-        self._step, self._away = torch.finfo(x.dtype).min, 4 if limit < 0 else -4
-        self._steps = torch.tensor(self._away, dtype=torch.int8, device=CPU)
-        self._times = Buffer(torch.int8, size)
-
-    def select(self, source: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write what is kept of the source, and the limit for the rest, to out (which is not the source)."""
-        times = torch.sub(self._steps, kept.view(torch.int8), alpha=self._away, out=self._times.of(kept.shape))
-        # A step is negative, so that no steps are -0.0, which added to anything changes nothing.
-        return torch.add(source, out.copy_(times), alpha=self._step, out=out)

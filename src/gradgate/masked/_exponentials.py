@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from gradgate.masked import _blocks
+from gradgate.masked._bits import CPU, Bits, Buffer, Removal
 
 __all__ = ["logsumexp", "softmax"]
 
@@ -30,7 +31,7 @@ def logsumexp(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def _logsumexp_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
     size, info = _blocks.room_for(x), torch.finfo(x.dtype)
-    away, buffer = (_blocks.Bits if exact else _blocks.Removal)(x, -math.inf, size), _blocks.Buffer(x.dtype, size)
+    away, buffer = (Bits if exact else Removal)(x, -math.inf, size), Buffer(x.dtype, size)
     # The exponential of less than this is nothing beside the 1 of the largest, but takes torch 20 times as long.
     least = math.log(info.tiny) + 1
     tops, totals = [], []
@@ -74,10 +75,10 @@ def softmax(
 
 
 def _softmax_of_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    result = torch.empty(x.shape, dtype=x.dtype, device=_blocks.CPU)
+    result = torch.empty(x.shape, dtype=x.dtype, device=CPU)
     rows = max(_blocks.BLOCK // x.shape[1], 1)
     size = min(rows * x.shape[1], x.numel())
-    away, buffer = _blocks.Removal(x, -math.inf, size), _blocks.Buffer(x.dtype, size)
+    away, buffer = Removal(x, -math.inf, size), Buffer(x.dtype, size)
     kept = mask.view(torch.uint8)
     for source, part, out in zip(*[torch.split(t, rows) for t in (x, kept, result)], strict=True):
         function(away.select(source, part, buffer.of(source.shape)), 1, out=out)

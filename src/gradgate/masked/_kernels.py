@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gradgate._torch_compat import apply_function, softmax_backward
-from gradgate.masked import _blocks, _exponentials
+from gradgate.masked import _bits, _blocks, _exponentials
 from gradgate.masked._counting import count
 from gradgate.masked._valid import SMALL, Number
 from gradgate.masked._ways import goes_by_blocks, may_look, may_read, recorded
@@ -39,10 +39,17 @@ def fill(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
     if x.dtype is torch.bool:
         value = bool(value)
     fits = x.dtype.is_floating_point or x.dtype.is_complex or isinstance(value, int)
-    if fits and goes_by_blocks(x, mask):
-        result: torch.Tensor = apply_function(_Fill, x, mask.expand(x.shape), value)
-        return result
-    return torch.where(mask, x, value)
+    if not fits or not goes_by_blocks(x, mask, "fill"):
+        return torch.where(mask, x, value)
+    result: torch.Tensor = apply_function(_Fill, x, mask, value) if recorded(x) else _filled(x, mask, value)
+    return result
+
+
+def _filled(x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
+    if x.numel() <= 4 * _blocks.BLOCK:
+        return _bits.filled(x, mask, value)
+    flat = (1, x.numel(), 1)
+    return _blocks.fill(x.reshape(flat), mask.expand(x.shape).reshape(flat), value).view(x.shape)
 
 
 def counts(mask: torch.Tensor, shape: torch.Size, dims: Dims, keepdim: bool) -> torch.Tensor:
@@ -83,7 +90,7 @@ def sums(
         The sums, in float32 for halves, and the numbers; without them, the sums again.
     """
     in_one_go = len(dims) == x.dim() and not keepdim and x.element_size() > 2 and not recorded(x)
-    if x.dtype in _FLOATS and goes_by_blocks(x, mask, "one" if in_one_go else "few"):
+    if x.dtype in _FLOATS and goes_by_blocks(x, mask, "total" if in_one_go else "few steps"):
         mask = mask if mask.shape == x.shape else mask.expand(x.shape)
         if in_one_go:
             flat = (x, mask) if len(dims) == 1 else (x.reshape(-1), mask.reshape(-1))
@@ -109,7 +116,7 @@ def squares(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool) -> t
     Returns:
         The sums of squares and the numbers.
     """
-    if goes_by_blocks(x, mask, "many"):
+    if goes_by_blocks(x, mask, "many steps"):
         found, number = apply_function(_Squares, _grouped(x, dims), _grouped(mask.expand(x.shape), dims))
         return _shaped(found, x, dims, keepdim), _shaped(number, x, dims, keepdim)
     total, number = sums(x, mask, dims, True)
@@ -132,28 +139,20 @@ def extreme(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool, larg
     Returns:
         The extremes, infinite where nothing is kept; the gradient is shared by those that are equal.
     """
-    if x.dtype in _FLOATS and may_read(x, mask):
+    if x.dtype in _FLOATS and goes_by_blocks(x, mask):
         grouped = _grouped(x, dims), _grouped(mask if mask.shape == x.shape else mask.expand(x.shape), dims)
-        found = apply_function(_Extreme, *grouped, largest) if recorded(x) else _extreme(*grouped, largest)
+        found = apply_function(_Extreme, *grouped, largest) if recorded(x) else _blocks.extreme(*grouped, largest)
         return _shaped(found, x, dims, keepdim)
     limit = -math.inf if largest else math.inf
     filled = torch.where(mask, x, limit)
     found = (torch.amax if largest else torch.amin)(filled, dims, keepdim=keepdim)
-    if not recorded(x):
+    if not recorded(x) or (may_look(x, mask) and math.isfinite(found.detach().sum().item())):
         return found
     # Where the kept ones are as infinite as what stands for the left-out, those would take a share of the gradient.
     # All of the kept are equal there, so that their mean has the same value, and shares among them alone.
     total, number = sums(x, mask, dims, keepdim)
     mean = (total / number.clamp(min=1)).to(found.dtype)
     return torch.where((found == limit) & (number > 0), mean, found)
-
-
-def _extreme(x: torch.Tensor, mask: torch.Tensor, largest: bool) -> torch.Tensor:
-    """Find the extremes of (outer, reduced, inner), unseen by autograd."""
-    if goes_by_blocks(x, mask):
-        return _blocks.extreme(x, mask, largest)
-    filled = torch.where(mask, x, -math.inf if largest else math.inf)
-    return (torch.amax if largest else torch.amin)(filled, 1)
 
 
 def logsumexp(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> torch.Tensor:
@@ -167,7 +166,7 @@ def logsumexp(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> torch.Tensor:
     Returns:
         -inf where nothing is kept, or nothing but -inf; its gradient is 0 there.
     """
-    if x.dtype in _FLOATS[:2] and goes_by_blocks(x, mask, "many"):
+    if x.dtype in _FLOATS[:2] and goes_by_blocks(x, mask, "many steps"):
         found = apply_function(_LogSumExp, _grouped(x, dims), _grouped(mask.expand(x.shape), dims))
         return _shaped(found, x, dims, True)
     if may_look(x, mask):
@@ -245,10 +244,7 @@ class _Fill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, value: Number) -> torch.Tensor:
         ctx.save_for_backward(mask)
-        if x.dim() == 3:
-            return _blocks.fill(x, mask, value)
-        flat = (1, x.numel(), 1)
-        return _blocks.fill(x.reshape(flat), mask.reshape(flat), value).view(x.shape)
+        return _filled(x, mask, value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -294,7 +290,7 @@ class _Squares(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, mask, center, number = ctx.saved_tensors
         factor = 2 * gradients[0]
-        if not torch.is_grad_enabled() and goes_by_blocks(x, factor, "many"):
+        if not torch.is_grad_enabled() and goes_by_blocks(x, factor, "many steps"):
             return _blocks.distances(x, mask, center, factor), None
         kept = fill(x, mask, 0)
         center = sums(kept, mask, (1,), False, counted=False)[0] / number.clamp(min=1)
@@ -304,7 +300,7 @@ class _Squares(torch.autograd.Function):
 class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, largest: bool) -> torch.Tensor:
-        found = _extreme(x, mask, largest)
+        found = _blocks.extreme(x, mask, largest)
         ctx.save_for_backward(x, mask, found)
         return found
 

@@ -7,29 +7,29 @@ from typing import Literal
 import torch
 
 from gradgate._torch_compat import has_data, is_traced
-from gradgate.masked._blocks import LANES
+from gradgate.masked._bits import LANES
 
 __all__ = ["goes_by_blocks", "may_look", "may_read", "nowhere_empty", "recorded"]
 
-Steps = Literal["one", "many", "few"]
+Work = Literal["total", "fill", "many steps", "few steps"]
 
-# From how many elements on pieces are quicker than torch.where, by what is done with each: one product over the whole
-# of a single slice, many steps that all stay in the cache, or few steps, which have to pay for being cut.
-WORTH: dict[Steps, float] = {"one": 1 << 13, "many": 1 << 14, "few": 1 << 16}
+# From how many elements on bytes and pieces are quicker than torch.where, by what is done with them: the sum of a
+# single slice, one new tensor, many steps that all stay in the cache, or few steps, which hardly pay for being cut.
+WORTH: dict[Work, float] = {"total": 1 << 13, "fill": 1 << 14, "many steps": 1 << 15, "few steps": 1 << 16}
 
 
-def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor, steps: Steps = "few") -> bool:
+def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor, work: Work = "few steps") -> bool:
     """Tell whether tensors take the way through the blocks.
 
     Args:
         x: The values.
         mask: The mask.
-        steps: What is done with each piece.
+        work: What is done with them.
 
     Returns:
         False while something traces, on other devices, and for small tensors.
     """
-    return x.numel() >= WORTH[steps] and may_read(x, mask)
+    return x.numel() >= WORTH[work] and may_read(x, mask)
 
 
 def may_read(x: torch.Tensor, mask: torch.Tensor) -> bool:
