@@ -49,6 +49,14 @@ ROWS = [
     ),
     Row(
         "losses",
+        "cross_entropy, 1024 x 32000, half ignored, forward and backward",
+        _cross_entropy(1024, 32000, ignored=0.5),
+        ours="masked_loss(cross_entropy)",
+        base="cross_entropy(ignore_index)",
+        peers=("cross_entropy(ignore_index)",),
+    ),
+    Row(
+        "losses",
         "cross_entropy of a segmentation, 4 x 21 x 96 x 96, a tenth ignored, forward and backward",
         _cross_entropy(4, 21, 96, 96, ignored=0.1),
         ours="masked_loss(cross_entropy)",
