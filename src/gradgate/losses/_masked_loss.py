@@ -14,7 +14,7 @@ from gradgate._names import describe
 from gradgate._torch_compat import has_data
 from gradgate.errors import ArgumentTypeError
 from gradgate.losses._ignoring import with_ignore_index
-from gradgate.losses._picking import Picking, picking_for
+from gradgate.losses._picking import Picking, picking_for, spelled_out
 from gradgate.losses._reducing import check_weights, divided, over_elements
 
 __all__ = ["masked_loss"]
@@ -85,7 +85,10 @@ def masked_loss(
         loss = with_ignore_index(loss_fn, input, target, exclude, empty, kw)
         if loss is not None:
             return loss
-    picking = picking_for(loss_fn, input, target, keep, exclude, kw)
+    loss_fn, more, kw = spelled_out(loss_fn, more, kw)
+    # Weights for single elements are about single elements, also beside one answer for each sample.
+    each = isinstance(weights, torch.Tensor) and weights.dim() > 1
+    picking = picking_for(loss_fn, input, target, None if each else keep, exclude, kw)
     mask = _mask(picking, target, keep, exclude, weights)
     if mask is None:
         return loss_fn(input, target, *more, **kw)
@@ -103,7 +106,7 @@ def masked_loss(
     ):
         return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
     rows = mask.reshape(-1).nonzero().squeeze(1)
-    if len(rows) == 0:
+    if len(rows) == 0 and not (reduction == "none" and type(picking) is Picking):  # whose losses have another shape
         return _nothing(input, mask, reduction, empty)
     if weights is None and reduction != "none":
         if len(rows) == mask.numel():
@@ -112,13 +115,26 @@ def masked_loss(
     per_element = _unreduced(loss_fn, kw)(
         *picking.picked(rows, input, target, more), **picking.picked_keywords(rows, kw)
     )
-    each = None if weights is None else _spread(weights, mask).reshape(-1)[rows]
+    if weights is not None:
+        heavy = _beside(_spread(weights, mask).reshape(-1)[rows], per_element)
+        amount = _beside(picking.amounts(target, kw).reshape(-1)[rows], per_element) * heavy
+        per_element = per_element * heavy
     if reduction == "none":
-        return _put_back(per_element if each is None else per_element * each, rows, mask.shape)
-    each = torch.ones_like(per_element) if each is None else each
-    amount = picking.amounts(target, kw).reshape(-1)[rows] * each
-    total = (per_element * each).sum()
-    return total if reduction == "sum" else divided(total, amount.sum(), empty)
+        return _put_back(per_element, rows, mask.shape)
+    if reduction == "sum":
+        return per_element.sum()
+    return _mean(picking.per_unit(per_element, rows, more), amount, reduction, empty)
+
+
+def _mean(weighed: torch.Tensor, amount: torch.Tensor, reduction: str, empty: float) -> torch.Tensor:
+    # A sample may have several losses; "batchmean" counts samples all the same.
+    amount = amount if reduction == "batchmean" else amount.expand(weighed.shape)
+    return divided(weighed.sum(), amount.sum(), empty)
+
+
+def _beside(each: torch.Tensor, per_element: torch.Tensor) -> torch.Tensor:
+    """Line up what is there for each sample, or for each element, with losses that may have more dimensions."""
+    return each.reshape(*each.shape, *[1] * (per_element.dim() - each.dim()))
 
 
 def _mask(
@@ -176,7 +192,9 @@ def _nothing(input: torch.Tensor, mask: torch.Tensor, reduction: str, empty: flo
 
 
 def _put_back(kept: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return torch.zeros(shape.numel(), dtype=kept.dtype, device=kept.device).index_put((rows,), kept).reshape(shape)
+    rest = kept.shape[1:]
+    whole = torch.zeros((shape.numel(), *rest), dtype=kept.dtype, device=kept.device)
+    return whole.index_put((rows,), kept).reshape(*shape, *rest)
 
 
 def _standing_in(
@@ -198,8 +216,9 @@ def _standing_in(
     each = torch.ones((), dtype=per_element.dtype, device=per_element.device)
     if weights is not None:
         each = torch.where(mask, _spread(weights, mask), 0)
-    per_element = torch.where(mask, per_element, 0) * each
+    amount = _beside(torch.where(mask, amounts * each, 0), per_element)
+    per_element = torch.where(_beside(mask, per_element), per_element, 0)
+    per_element = per_element if weights is None else per_element * _beside(each, per_element)
     if reduction == "none":
         return per_element
-    amount = torch.where(mask, amounts * each, 0).sum()
-    return per_element.sum() if reduction == "sum" else divided(per_element.sum(), amount, empty)
+    return per_element.sum() if reduction == "sum" else _mean(per_element, amount, reduction, empty)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from gradgate._names import describe
 from gradgate.errors import ArgumentValueError
 
-__all__ = ["Picking", "picking_for"]
+__all__ = ["Picking", "picking_for", "spelled_out"]
 
 _WITH_CLASSES = (functional.cross_entropy, functional.nll_loss, torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 _BY_SAMPLE = (
@@ -40,6 +40,11 @@ _LIKE_INPUT = {
     functional.gaussian_nll_loss: ("var",),
 }
 
+_FUNCTION_OF = {
+    torch.nn.BCELoss: functional.binary_cross_entropy,
+    torch.nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
+}
+
 
 def _is(loss_fn: Any, kinds: tuple[Any, ...]) -> bool:
     return any(loss_fn is kind or (isinstance(kind, type) and isinstance(loss_fn, kind)) for kind in kinds)
@@ -60,6 +65,7 @@ class Picking:
     def __init__(self, loss_fn: Any, input: torch.Tensor, target: torch.Tensor) -> None:
         self.loss_fn = loss_fn
         self.shape = torch.Size([self._samples(input)])
+        self.dims = input.dim()
 
     def _samples(self, input: torch.Tensor) -> int:
         return len(input)
@@ -74,11 +80,20 @@ class Picking:
 
     def picked_keywords(self, rows: torch.Tensor, kw: dict[str, Any]) -> dict[str, Any]:
         """Give the keywords of the loss for these rows."""
-        return kw
+        names = _LIKE_INPUT.get(self.loss_fn, ())
+        return {
+            # A weight of fewer dimensions is about columns; a variance never is.
+            name: self._pick(rows, value) if name in names and (name == "var" or _dims(value) == self.dims) else value
+            for name, value in kw.items()
+        }
 
     def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
         """Say how much each place of the unreduced loss adds to the denominator."""
         return torch.ones((), device=target.device).expand(self.shape)
+
+    def per_unit(self, per_element: torch.Tensor, rows: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor:
+        """Give the losses of these rows as the loss's own mean takes them."""
+        return per_element
 
     def finite_outside(self, mask: torch.Tensor, input: torch.Tensor) -> bool:
         """Tell whether what is left out can be left to torch's own `ignore_index`."""
@@ -86,12 +101,20 @@ class Picking:
 
     def stood_in(self, mask: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
         """Give the arguments with harmless values in the places that are left out."""
-        raise ArgumentValueError(
-            f"losses.masked_loss(): {_name(self.loss_fn)} takes whole samples, and their number would depend on data "
-            "that nobody may look at here (torch.compile, vmap, FakeTensorMode).",
-            why="the shape of what is kept has to be known.",
-            fix="call it outside of the compiled or mapped function",
-        )
+        if _is(self.loss_fn, _BY_SAMPLE + _CTC):
+            raise ArgumentValueError(
+                f"losses.masked_loss(): {_name(self.loss_fn)} takes whole samples, and their number would depend on "
+                "data that nobody may look at here (torch.compile, vmap, FakeTensorMode).",
+                why="the shape of what is kept has to be known.",
+                fix="call it outside of the compiled or mapped function",
+            )
+        return [self._without(mask, argument) for argument in (input, target, *more)]
+
+    def _without(self, mask: torch.Tensor, argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor) or not argument.dim() or len(argument) != self.shape[0]:
+            return argument
+        kept = mask.reshape(-1, *[1] * (argument.dim() - 1))
+        return torch.where(kept, argument, 0.5 if argument.is_floating_point() else 0)
 
     def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor) and argument.dim() and len(argument) == self.shape[0]:
@@ -114,6 +137,10 @@ class _ByTime(Picking):
             target = target.index_select(0, rows)
         lengths = [_chosen(given, rows) for given in (input_lengths, target_lengths)]
         return [input.index_select(1, rows), target, *lengths, *others]
+
+    def per_unit(self, per_element: torch.Tensor, rows: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor:
+        lengths = torch.as_tensor(_chosen(more[1], rows), device=per_element.device)
+        return per_element / lengths.clamp(min=1)
 
 
 class _ByElement(Picking):
@@ -196,6 +223,29 @@ class _ByPosition(Picking):
         )
 
 
+def spelled_out(loss_fn: Any, more: tuple[Any, ...], kw: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Give a loss and its arguments with every tensor that is to be picked in the place where it is looked for.
+
+    Args:
+        loss_fn: The loss.
+        more: Its arguments after the target.
+        kw: Its keywords.
+
+    Returns:
+        The same three. A module with weights becomes the function that it calls, and they its keywords; the lengths of
+        CTC are no keywords.
+    """
+    if _is(loss_fn, _CTC):
+        lengths = [name for name in ("input_lengths", "target_lengths")[len(more) :] if name in kw]
+        others = {name: value for name, value in kw.items() if name not in lengths}
+        return loss_fn, (*more, *[kw[name] for name in lengths]), others
+    function = _FUNCTION_OF.get(type(loss_fn))
+    if function is None:
+        return loss_fn, more, kw
+    names = ("reduction", *_LIKE_INPUT[function])
+    return function, more, {name: getattr(loss_fn, name) for name in names} | kw
+
+
 def picking_for(
     loss_fn: Any, input: torch.Tensor, target: torch.Tensor, keep: Any, exclude: Any, kw: dict[str, Any]
 ) -> Picking:
@@ -236,6 +286,10 @@ def _chosen(lengths: Any, rows: torch.Tensor) -> Any:
     if isinstance(lengths, torch.Tensor):
         return lengths.index_select(0, rows.to(lengths.device))
     return type(lengths)(lengths[row] for row in rows.tolist())
+
+
+def _dims(value: Any) -> int:
+    return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
 def _name(loss_fn: Any) -> str:
