@@ -89,6 +89,16 @@ def test_long_rows_are_sorted(monkeypatch):
         check_rows(floats, None if fraction is None else torch.rand(4, 33) < fraction)
 
 
+@pytest.mark.parametrize("low", [-20_000, -1, 0, 12_000, 10**9])
+def test_a_range_as_wide_as_a_long_row(low):
+    x = torch.randint(0, 20_000, (2, 10_001)) * 2 + low
+    x[0, :2], x[1, :3] = low, low + 39_998
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        if low + 39_998 <= torch.iinfo(dtype).max:
+            check_rows(x.to(dtype), None)
+            check_rows(x.to(dtype), torch.rand(x.shape) < 0.7)
+
+
 def test_many_blocks(monkeypatch):
     monkeypatch.setattr(_votes, "BLOCK", 64)
     for size, values in itertools.product((4, 25), (6, 10**12)):

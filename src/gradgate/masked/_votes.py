@@ -276,14 +276,13 @@ def _turn(
 
 def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
     """Count every value of the range; what is left out counts 0, in whatever bin it falls."""
-    whole = _narrowest(min(low, 0), max(high, codes.shape[1]))
-    values = codes.to(whole)
     if kept is not None:
         # What is left out is often far away. Multiplied by 0 it is not; then 0 is in the range as well.
-        nearer = values * kept.to(whole)
+        nearer = codes * (kept.view(codes.dtype) if codes.element_size() == 1 else kept.to(codes.dtype))
         least, most = _limits(nearer)
         if most - least < high - low:
-            values, low, high = nearer, least, most
+            codes, low, high = nearer, least, most
+    values = codes.to(_narrowest(min(low, 0), max(high, high - low)))
     values = values - low if low else values
     bits = (high - low).bit_length()
     keys = _narrowest(0, values.shape[1] + 1 << bits)
