@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def apply_where(
         ArgumentTypeError: `keep` is not a boolean tensor, an argument or a result is not a tensor, `fn` cannot be
             called, or `fill_value` is not a number.
         ArgumentValueError: The shapes do not broadcast, a device differs, a function did not give one value for
-            each of its elements, or an integer result cannot hold `fill_value`.
+            each of its elements, or the result cannot hold `fill_value`.
 
     Gradient:
         To every argument, and to every tensor that the functions use besides, from each function's own elements
@@ -71,7 +72,14 @@ def apply_where(
             why="the tensors come first, then the function that is called with their elements.",
             fix="gg.apply_where(keep, x, fn)",
         )
-    tensors = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    if otherwise is not None and not callable(otherwise):
+        raise ArgumentTypeError(
+            f"apply_where(): `otherwise` is {describe(otherwise)}.",
+            why="it is called with the elements that are not kept; a number for them is `fill_value`.",
+            fix=f"gg.apply_where(keep, x, fn, fill_value={otherwise if isinstance(otherwise, (int, float)) else 0.0})",
+        )
+    several = isinstance(args, Iterable) and not isinstance(args, torch.Tensor)
+    tensors = tuple(args) if several else (args,)
     keep, flat, shape = _flattened(keep, tensors)
     countable = has_data(keep) or (is_compiling() and not inside_functorch())
     evaluate = _evaluate_own if countable else _evaluate_all
@@ -185,8 +193,8 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
     Raises:
         ArgumentTypeError: `keep` is not a boolean tensor, something in xs or in fn's result is not a tensor, or
             `fill_value` is not a number.
-        ArgumentValueError: The number of rows differs, there is no tensor in xs, `keep` is batched by vmap, or an
-            integer result cannot hold `fill_value`.
+        ArgumentValueError: The number of rows differs, there is no tensor in xs, `keep` is batched by vmap, or the
+            result cannot hold `fill_value`.
 
     Gradient:
         To the kept rows of every x, and to every tensor that fn uses besides, as from fn on the batch without the
@@ -201,6 +209,12 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
     """
     if type(fill_value) is not int:
         _check_fill_value(fill_value, "apply_rows")
+    if not callable(fn):
+        raise ArgumentTypeError(
+            f"apply_rows(): `fn` is {describe(fn)}.",
+            why="the function comes before the tensors whose rows it is called with.",
+            fix="gg.apply_rows(keep, fn, x)",
+        )
     single = len(xs) == 1 and isinstance(xs[0], torch.Tensor)  # as most are, and the walk through a tree takes its time
     rows: Sequence[Any] = xs
     structure: Any = None
@@ -316,10 +330,12 @@ def dtype_holding(values: torch.Tensor, number: complex, name: str, function: st
         The dtype.
 
     Raises:
-        ArgumentValueError: Both are integers, and the dtype of the values cannot hold the number.
+        ArgumentValueError: Both are integers or both are floats, and the dtype of the values cannot hold the number.
     """
     dtype = values.dtype
     if dtype.is_floating_point and not isinstance(number, complex):
+        if math.inf > abs(number) > torch.finfo(dtype).max:
+            raise _does_not_hold(dtype, torch.finfo(dtype), number, name, function, "float32")
         return dtype
     if dtype is torch.bool and number in (0, 1):
         return dtype
@@ -329,12 +345,18 @@ def dtype_holding(values: torch.Tensor, number: complex, name: str, function: st
     # Integers: torch would wrap -1 to 255 in silence.
     info = torch.iinfo(promoted)
     if not info.min <= number.real <= info.max:
-        raise ArgumentValueError(
-            f"{function}(): `{name}` is {number}, the result is {str(promoted).removeprefix('torch.')}.",
-            why=f"that dtype holds {info.min} to {info.max}.",
-            fix=f"{name}=0, or values in torch.int64",
-        )
+        raise _does_not_hold(promoted, info, number, name, function, "int64")
     return promoted
+
+
+def _does_not_hold(
+    dtype: torch.dtype, info: torch.finfo | torch.iinfo, number: complex, name: str, function: str, wider: str
+) -> ArgumentValueError:
+    return ArgumentValueError(
+        f"{function}(): `{name}` is {number}, the result is {str(dtype).removeprefix('torch.')}.",
+        why=f"that dtype holds {info.min} to {info.max}.",
+        fix=f"{name}=0, or values in torch.{wider}",
+    )
 
 
 def _check_fill_value(fill_value: object, function: str) -> None:

@@ -46,35 +46,18 @@ def _logsumexp_of_pieces(x: torch.Tensor, mask: torch.Tensor, exact: bool) -> tu
     return (_blocks.combined([result], x, torch.logsumexp),)
 
 
-def softmax(
-    x: torch.Tensor, mask: torch.Tensor, logarithm: bool, *, in_pieces: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def softmax(x: torch.Tensor, mask: torch.Tensor, function: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Give the softmax of what is kept in each row, or its logarithm.
 
     Args:
         x: The values, (rows, columns).
         mask: A boolean mask of the same shape.
-        logarithm: Whether to give the logarithm.
-        in_pieces: Whether the tensors are large enough to be cut.
+        function: torch.softmax or torch.log_softmax.
 
     Returns:
-        0, or -inf for the logarithm, where an element is left out, and for a row with nothing but -inf; and which rows
-        these are, (rows, 1), or None if there are none.
+        0, or -inf for the logarithm, where an element is left out. All of a row is NaN where NaN or infinity was met,
+        be it left out, and where nothing but -inf is kept.
     """
-    function = torch.log_softmax if logarithm else torch.softmax
-    result = _softmax_of_pieces(function, x, mask) if in_pieces else function(torch.where(mask, x, -math.inf), 1)
-    first = result[:, 0]  # NaN or infinity was met, or nothing has a weight: then all of the row is NaN
-    if not math.isnan(first.sum().item()):
-        return result, None
-    lost = first.isnan()
-    kept = mask[lost]
-    again = _without(x[lost], kept) if in_pieces else torch.where(kept, x[lost], -math.inf)
-    weightless = again.amax(1, keepdim=True) == -math.inf
-    result[lost] = torch.where(weightless | ~kept, -math.inf if logarithm else 0.0, function(again, 1))
-    return result, torch.zeros_like(lost).masked_scatter_(lost, weightless).unsqueeze(1)
-
-
-def _softmax_of_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=CPU)
     rows = max(_blocks.BLOCK // x.shape[1], 1)
     size = min(rows * x.shape[1], x.numel())
@@ -83,7 +66,3 @@ def _softmax_of_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, m
     for source, part, out in zip(*[torch.split(t, rows) for t in (x, kept, result)], strict=True):
         function(away.select(source, part, buffer.of(source.shape)), 1, out=out)
     return result
-
-
-def _without(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return _blocks.fill(x.unsqueeze(1), mask.unsqueeze(1), -math.inf).squeeze(1)

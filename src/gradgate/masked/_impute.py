@@ -136,6 +136,13 @@ def _number(value: Any, own: torch.Tensor) -> torch.Tensor:
 
 
 def _broadcast(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    # A 0-dim CPU tensor counts as a number everywhere in torch; so it does here.
+    if value.device != x.device and (value.dim() or value.device.type != "cpu"):
+        raise ArgumentValueError(
+            f"masked.impute(): `using` is on {value.device}, x is on {x.device}.",
+            why="moving it here would copy in every call.",
+            fix="using=value.to(x.device)",
+        )
     try:
         return value.expand(x.shape)
     except RuntimeError:

@@ -144,7 +144,7 @@ def extreme(x: torch.Tensor, mask: torch.Tensor, dims: Dims, keepdim: bool, larg
         found = apply_function(_Extreme, *grouped, largest) if recorded(x) else _blocks.extreme(*grouped, largest)
         return _shaped(found, x, dims, keepdim)
     limit = -math.inf if largest else math.inf
-    filled = torch.where(mask, x, limit)
+    filled = fill(x, mask, limit)
     found = (torch.amax if largest else torch.amin)(filled, dims, keepdim=keepdim)
     if not recorded(x) or (may_look(x, mask) and math.isfinite(found.detach().sum().item())):
         return found
@@ -203,7 +203,18 @@ def softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> torch.Tenso
 
 
 def _softmax(x: torch.Tensor, mask: torch.Tensor, logarithm: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _exponentials.softmax(x, mask, logarithm, in_pieces=goes_by_blocks(x, mask))
+    """Give the softmax of rows, unseen by autograd, and which rows have nothing but -inf; None if none has."""
+    function = torch.log_softmax if logarithm else torch.softmax
+    in_pieces = goes_by_blocks(x, mask)
+    result = _exponentials.softmax(x, mask, function) if in_pieces else function(fill(x, mask, -math.inf), 1)
+    first = result[:, 0]
+    if not math.isnan(first.sum().item()):
+        return result, None
+    lost = first.isnan()
+    again, kept = fill(x[lost], mask[lost], -math.inf), mask[lost]
+    weightless = again.amax(1, keepdim=True) == -math.inf
+    result[lost] = torch.where(weightless | ~kept, -math.inf if logarithm else 0.0, function(again, 1))
+    return result, torch.zeros_like(lost).masked_scatter_(lost, weightless).unsqueeze(1)
 
 
 def _with_weight(x: torch.Tensor, mask: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:

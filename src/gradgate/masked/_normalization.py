@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from gradgate._checks import check_tensor
 from gradgate._names import describe
-from gradgate.errors import ArgumentValueError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.masked._arguments import check_number, check_shape
 from gradgate.masked._slices import Slices, slices_of
 from gradgate.masked._spread import distances
 from gradgate.masked._valid import Exclude
 
 __all__ = ["batch_norm", "layer_norm"]
 
+_EPS = "it is added to the variance, so that there is something to divide by."
+
 
 def layer_norm(
     x: torch.Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
@@ -30,7 +34,7 @@ def layer_norm(
 
     Args:
         x: The values, floating.
-        normalized_shape: The sizes of the last dimensions, over which is normalized.
+        normalized_shape: The sizes of the last dimensions, over which is normalized; an int for the last one alone.
         weight: A factor for each place of `normalized_shape`.
         bias: What is added at each place of `normalized_shape`.
         eps: What is added to the variance.
@@ -41,8 +45,8 @@ def layer_norm(
         A tensor of the shape of x, 0 where an element is left out.
 
     Raises:
-        ArgumentTypeError: x is not floating.
-        ArgumentValueError: The last dimensions of x do not have `normalized_shape`.
+        ArgumentTypeError: x is not floating, or another argument is of the wrong kind.
+        ArgumentValueError: The last dimensions of x do not have `normalized_shape`, or weight or bias have not.
 
     Gradient:
         That of torch.nn.functional.layer_norm of what is kept, to x, weight and bias; exactly 0 to what is left out,
@@ -52,7 +56,10 @@ def layer_norm(
         >>> gg.masked.layer_norm(torch.tensor([[1.0, 3.0, 1e9]]), [3], exclude=1e9)
         tensor([[-1.0000,  1.0000,  0.0000]])
     """
-    shape = tuple(normalized_shape)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else _sizes(normalized_shape)
+    check_number(eps, name="eps", function="masked.layer_norm", why=_EPS, fix="eps=1e-5")
+    for name, scale in (("weight", weight), ("bias", bias)):
+        check_shape(scale, shape, name=name, function="masked.layer_norm")
     slices = slices_of(x, tuple(range(-len(shape), 0)), keep, exclude, function="masked.layer_norm", keepdim=True)
     slices.refuse(integers=True, complexes=True)
     if tuple(x.shape[x.dim() - len(shape) :]) != shape:
@@ -101,8 +108,9 @@ def batch_norm(
         statistics stay; with one element kept that is 0 before weight and bias, and the running variance stays.
 
     Raises:
-        ArgumentTypeError: x is not floating.
-        ArgumentValueError: x has no channels, or there are no running statistics to use.
+        ArgumentTypeError: x is not floating, or another argument is of the wrong kind.
+        ArgumentValueError: x has no channels, a tensor does not have one number for each of them, or there are no
+            running statistics to use.
 
     Gradient:
         That of torch.nn.functional.batch_norm of what is kept, to x, weight and bias; exactly 0 to what is left out,
@@ -126,6 +134,17 @@ def batch_norm(
         )
     slices = slices_of(x, (0, *range(2, x.dim())), keep, exclude, function=function, keepdim=True)
     slices.refuse(integers=True, complexes=True)
+    check_number(eps, name="eps", function=function, why=_EPS, fix="eps=1e-5")
+    check_number(
+        momentum,
+        name="momentum",
+        function=function,
+        why="it says how far the running statistics move.",
+        fix="momentum=0.1",
+    )
+    given = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    for name, each in given.items():
+        check_shape(each, (x.shape[1],), name=name, function=function)
     if slices.mask is None:
         return torch.nn.functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     channels = (1, -1, *([1] * (x.dim() - 2)))
@@ -140,6 +159,17 @@ def batch_norm(
     weight = None if weight is None else weight.reshape(channels)
     bias = None if bias is None else bias.reshape(channels)
     return _scaled(slices, distance * (variance + eps).rsqrt(), weight, bias)
+
+
+def _sizes(normalized_shape: Any) -> tuple[int, ...]:
+    shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+    if shape and all(isinstance(size, int) for size in shape):
+        return shape
+    raise ArgumentTypeError(
+        f"masked.layer_norm(): `normalized_shape` is {describe(normalized_shape)}.",
+        why="it says the sizes of the last dimensions of x, one at least.",
+        fix="normalized_shape=x.shape[-1:]",
+    )
 
 
 def _move(running: torch.Tensor | None, towards: torch.Tensor, momentum: float, known: torch.Tensor) -> None:

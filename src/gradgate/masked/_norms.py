@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from gradgate.masked._arguments import check_number, check_order
 from gradgate.masked._extremes import amin
 from gradgate.masked._kernels import fill
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
@@ -95,6 +96,9 @@ def normalize(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.normalize", keepdim=True, empty=empty)
     slices.refuse(integers=True)
+    check_number(
+        eps, name="eps", function="masked.normalize", why="no norm counts as less than this number.", fix="eps=1e-12"
+    )
     filled = slices.filled(0)
     divided = filled / _norm(slices, ord, filled).clamp_min(eps)
     return slices.settle(divided if slices.mask is None else fill(divided, slices.mask, 0), natural=0)
@@ -102,6 +106,7 @@ def normalize(
 
 def _norm(slices: Slices, order: float, filled: torch.Tensor) -> torch.Tensor:
     """Give the norm of each slice, 0 for one with nothing kept; filled has 0 in the place of what is left out."""
+    check_order(order, function=slices.function)
     if slices.size == 0:
         slices = slices.with_mask()
         filled = slices.filled(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from gradgate._names import describe, listed
 from gradgate._torch_compat import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.masked._arguments import is_real
 from gradgate.masked._kernels import counts, fill, sums
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
@@ -181,6 +182,8 @@ def _is_finite(number: torch.Tensor) -> bool:
 def _levels(q: float | Sequence[float] | torch.Tensor, slices: Slices) -> tuple[bool, torch.Tensor]:
     """Give whether there are several quantiles, and all of them in a 1-D float64 tensor."""
     if isinstance(q, torch.Tensor):
+        if q.is_complex():
+            _check_levels([q], slices.function)
         if q.dim() > 1:
             raise ArgumentValueError(
                 f"{slices.function}(): `q` is {describe(q)}.",
@@ -191,15 +194,15 @@ def _levels(q: float | Sequence[float] | torch.Tensor, slices: Slices) -> tuple[
         if not slices.x.is_floating_point() and has_data(levels):  # an integer cannot say NaN
             _check_levels(levels.tolist(), slices.function)
         return q.dim() == 1, levels
-    several = not isinstance(q, int | float)
-    wanted = list(q) if several and not isinstance(q, str) else [q]  # type: ignore[arg-type]
+    several = isinstance(q, Iterable) and not isinstance(q, str | bytes)
+    wanted = list(q) if several else [q]  # type: ignore[arg-type]
     _check_levels(wanted, slices.function)
     return several, torch.tensor(wanted, dtype=torch.float64, device=slices.x.device)
 
 
 def _check_levels(levels: list[Any], function: str) -> None:
     for level in levels:
-        if not isinstance(level, int | float):
+        if not is_real(level):
             raise ArgumentTypeError(
                 f"{function}(): `q` has {describe(level)}.",
                 why="a quantile is a number from 0 to 1, or several of them.",

@@ -15,6 +15,8 @@ import torch
 from gradgate._checks import check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.masked._arguments import check_broadcast, check_order, is_real
+from gradgate.masked._slices import dims_of
 
 __all__ = [
     "safe_divide",
@@ -40,7 +42,9 @@ def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill: c
         `x / y`, and `fill` where y is 0.
 
     Raises:
-        ArgumentTypeError: Neither x nor y is a tensor, or `fill` is not a number.
+        ArgumentTypeError: Neither x nor y is a tensor, or one of them is neither a tensor nor a number, or `fill` is
+            not a number.
+        ArgumentValueError: Their shapes do not broadcast.
 
     Gradient:
         That of `x / y`; exactly 0 to both x and y where y is 0.
@@ -51,12 +55,20 @@ def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill: c
     """
     _check_fill(fill, "masked.safe_divide")
     if not isinstance(y, torch.Tensor):
+        _check_operand(y, "y", "masked.safe_divide")
         x = check_tensor(x, name="x", function="masked.safe_divide")
         if y != 0:
             return x / y
         y = torch.zeros((), dtype=x.dtype, device=x.device)
+    elif not isinstance(x, torch.Tensor):
+        _check_operand(x, "x", "masked.safe_divide")
     bad = y == 0
-    return torch.where(bad, fill, x / torch.where(bad, 1, y))
+    try:
+        return torch.where(bad, fill, x / torch.where(bad, 1, y))
+    except RuntimeError:
+        if isinstance(x, torch.Tensor):
+            check_broadcast(x, y, names=("x", "y"), function="masked.safe_divide")
+        raise
 
 
 def safe_log(x: torch.Tensor, *, fill: complex = 0) -> torch.Tensor:
@@ -127,6 +139,7 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0
 
     Raises:
         ArgumentTypeError: x is not a real tensor, `exponent` is not real, or `fill` is not a number.
+        ArgumentValueError: The shapes of x and `exponent` do not broadcast.
 
     Gradient:
         That of `x ** exponent`. Exactly 0 to both where `fill` was given, and at 0 to a positive power that is not
@@ -143,11 +156,21 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0
     _check_real(x, "x", "masked.safe_pow")
     _check_fill(fill, "masked.safe_pow")
     if not isinstance(exponent, torch.Tensor):
+        if not is_real(exponent):
+            raise ArgumentTypeError(
+                f"masked.safe_pow(): `exponent` is {describe(exponent)}.",
+                why="a power is a real number, or a tensor of them.",
+                fix="masked.safe_pow(x, 0.5)",
+            )
         power = torch.as_tensor(exponent, dtype=torch.float64, device=x.device)
         bad, bad_zero = _bad_power(x, power)
         return torch.where(bad_zero, 0, torch.where(bad, fill, torch.where(bad, 1, x) ** exponent))
     _check_real(exponent, "exponent", "masked.safe_pow")
-    bad, bad_zero = _bad_power(x, exponent)
+    try:
+        bad, bad_zero = _bad_power(x, exponent)
+    except RuntimeError:
+        check_broadcast(x, exponent, names=("x", "exponent"), function="masked.safe_pow")
+        raise
     # The gradient to the exponent needs log(x), so at x <= 0 it is not even asked for: the exponent is detached.
     # The power 0 stays out of that: 1 ** 0 has the same value and gradient, and a second gradient that is not NaN.
     low = ~bad & (x <= 0) & (exponent != 0)
@@ -178,8 +201,9 @@ def safe_norm(
         `torch.linalg.vector_norm(x, ord, dim)`; 0 for a zero vector and for a vector without elements.
 
     Raises:
-        ArgumentTypeError: x is not a floating or complex tensor.
-        ArgumentValueError: `ord` is less than 1.
+        ArgumentTypeError: x is not a floating or complex tensor, or `ord` or `dim` is of the wrong kind.
+        ArgumentValueError: `ord` is less than 1, or a dimension is named twice.
+        ArgumentIndexError: x does not have that dimension.
 
     Gradient:
         That of the plain norm; exactly 0 at the zero vector, and so are the second gradient and all further ones.
@@ -191,8 +215,8 @@ def safe_norm(
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
     """
-    zero, safe = _without_zero_vectors(x, dim, ord, "masked.safe_norm")
-    norm = _norm(safe, ord, dim, keepdim)
+    zero, safe, dims = _without_zero_vectors(x, dim, ord, "masked.safe_norm")
+    norm = _norm(safe, ord, dims, keepdim)
     return torch.where(zero.reshape(norm.shape), 0, norm)
 
 
@@ -208,8 +232,9 @@ def safe_normalize(x: torch.Tensor, dim: int | Sequence[int] | None = -1, *, ord
         `x / norm(x)`; a zero vector stays zero.
 
     Raises:
-        ArgumentTypeError: x is not a floating or complex tensor.
-        ArgumentValueError: `ord` is less than 1.
+        ArgumentTypeError: x is not a floating or complex tensor, or `ord` or `dim` is of the wrong kind.
+        ArgumentValueError: `ord` is less than 1, or a dimension is named twice.
+        ArgumentIndexError: x does not have that dimension.
 
     Gradient:
         That of `x / norm(x)`; exactly 0 at the zero vector, where `torch.nn.functional.normalize` gives 1e12.
@@ -219,14 +244,14 @@ def safe_normalize(x: torch.Tensor, dim: int | Sequence[int] | None = -1, *, ord
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
     """
-    zero, safe = _without_zero_vectors(x, dim, ord, "masked.safe_normalize")
-    return torch.where(zero, 0, safe / _norm(safe, ord, dim, True))
+    zero, safe, dims = _without_zero_vectors(x, dim, ord, "masked.safe_normalize")
+    return torch.where(zero, 0, safe / _norm(safe, ord, dims, True))
 
 
 def _without_zero_vectors(
     x: torch.Tensor, dim: int | Sequence[int] | None, ord: float, function: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Say which vectors have the length 0, and give x with ones in their place."""
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Say which vectors have the length 0, give x with ones in their place, and the dimensions that make a vector."""
     check_tensor(x, name="x", function=function)
     if not (x.is_floating_point() or x.is_complex()):
         raise ArgumentTypeError(
@@ -234,19 +259,20 @@ def _without_zero_vectors(
             why="a length is not whole, and integers have no gradient.",
             fix=f"{function}(x.float(), ...)",
         )
+    check_order(ord, function=function)
     if not ord >= 1:
         raise ArgumentValueError(
             f"{function}(): `ord` is {ord}.",
             why="beneath 1 it is not a norm, and its gradient is infinite wherever an element is 0.",
             fix="ord=1, ord=2 or ord=float('inf')",
         )
-    zero = _norm(x.detach(), ord, dim, True) == 0
-    return zero, torch.where(zero, 1, x)
+    dims = dims_of(x, dim, function)
+    zero = _norm(x.detach(), ord, dims, True) == 0
+    return zero, torch.where(zero, 1, x), dims
 
 
-def _norm(x: torch.Tensor, ord: float, dim: int | Sequence[int] | None, keepdim: bool) -> torch.Tensor:
+def _norm(x: torch.Tensor, ord: float, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
     # All norms of nothing are 0, but torch refuses the infinite one.
-    dims = dim if dim is None or isinstance(dim, int) else tuple(dim)
     norm: torch.Tensor = torch.linalg.vector_norm(x, ord if x.numel() else 2, dims, keepdim)
     return norm
 
@@ -305,6 +331,15 @@ def _check_fill(fill: object, function: str) -> None:
             f"{function}(): `fill` is {describe(fill)}.",
             why="one number stands at all the bad points.",
             fix=f"{function}(..., fill=0.0)",
+        )
+
+
+def _check_operand(value: object, name: str, function: str) -> None:
+    if not isinstance(value, bool | int | float | complex) and not is_real(value):
+        raise ArgumentTypeError(
+            f"{function}(): `{name}` is {describe(value)}.",
+            why="what is divided is a tensor or a number.",
+            fix=f"{name}=torch.as_tensor({name})",
         )
 
 

@@ -16,7 +16,7 @@ from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValue
 from gradgate.masked._kernels import counts, fill
 from gradgate.masked._valid import Exclude, Number, mask_of, stored
 
-__all__ = ["Dim", "Empty", "Slices", "slices_of"]
+__all__ = ["Dim", "Empty", "Slices", "dims_of", "slices_of"]
 
 Dim: TypeAlias = int | Sequence[int] | None
 Empty: TypeAlias = bool | int | float | complex | Literal["raise"] | EllipsisType
@@ -209,12 +209,34 @@ def slices_of(
             why='it is what a slice with nothing kept gives: a number, or "raise".',
             fix='empty=0.0, or empty="raise"',
         )
+    if keepdim is not True and keepdim is not False:
+        raise ArgumentTypeError(
+            f"{function}(): `keepdim` is {describe(keepdim)}.",
+            why="reduced dimensions either stay with size 1 or they do not.",
+            fix="keepdim=True",
+        )
     if dtype is not None:
+        if not isinstance(dtype, torch.dtype) and dtype not in (bool, int, float, complex):
+            raise ArgumentTypeError(
+                f"{function}(): `dtype` is {describe(dtype)}.",
+                why="it is what the elements become first, as torch names it.",
+                fix="dtype=torch.float32",
+            )
         x = x.to(dtype)
-    return Slices(x, mask, _dims(x, dim, function), keepdim, empty, function)
+    return Slices(x, mask, dims_of(x, dim, function), keepdim, empty, function)
 
 
-def _dims(x: torch.Tensor, dim: Dim, function: str) -> tuple[int, ...]:
+def dims_of(x: torch.Tensor, dim: Dim, function: str) -> tuple[int, ...]:
+    """Read `dim`.
+
+    Args:
+        x: The values.
+        dim: One dimension, several, or None for all.
+        function: The public function that was called.
+
+    Returns:
+        The dimensions, sorted, none negative.
+    """
     rank = x.dim()
     if dim is None:
         return tuple(range(rank))

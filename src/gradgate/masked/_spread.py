@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from gradgate.masked._arguments import check_number
 from gradgate.masked._kernels import fill, squares, sums
 from gradgate.masked._slices import Dim, Empty, Slices, slices_of
 from gradgate.masked._valid import Exclude
@@ -52,6 +53,7 @@ def var(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.var", keepdim=keepdim, empty=empty)
     slices.refuse(integers=True)
+    _check_correction(correction, slices.function)
     if slices.mask is None and slices.size > correction and slices.x.numel():
         return slices.x.var(slices.dims, correction=correction, keepdim=keepdim)
     variance, undefined, number = _variance(slices, correction)
@@ -99,6 +101,7 @@ def std(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.std", keepdim=keepdim, empty=empty)
     slices.refuse(integers=True)
+    _check_correction(correction, slices.function)
     if slices.mask is None and slices.size > correction and slices.x.numel():
         return slices.x.std(slices.dims, correction=correction, keepdim=keepdim)
     variance, undefined, number = _variance(slices, correction)
@@ -106,6 +109,16 @@ def std(
     root = torch.where(flat, 0.0, torch.where(flat, 1.0, variance).sqrt())
     settled = torch.where(number > correction, root, undefined)
     return slices.settle(settled.to(undefined.dtype), natural=math.nan, number=number)
+
+
+def _check_correction(correction: float, function: str) -> None:
+    check_number(
+        correction,
+        name="correction",
+        function=function,
+        why="it is taken from the number of elements: 1 for a sample, 0 for all there are.",
+        fix="correction=1",
+    )
 
 
 def distances(slices: Slices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

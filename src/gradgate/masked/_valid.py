@@ -68,13 +68,28 @@ def mask_of(
         A boolean tensor that broadcasts to the shape of x (it may be smaller), or None.
     """
     check_tensor(x, name="x", function=function)
+    if x.layout is not torch.strided or x.is_nested:
+        raise _not_dense(x, "x", function)
     mask = None if keep is None else check_keep(keep, x, function=function)
+    if mask is not None and mask.layout is not torch.strided:
+        raise _not_dense(mask, "keep", function)
     if mask is not None and x.numel() >= SMALL:
         mask = zeros_and_ones(mask)
     if exclude is not None:
         for others in _others(x.detach(), exclude, function):
             mask = others if mask is None else mask & others
     return mask
+
+
+def _not_dense(tensor: torch.Tensor, name: str, function: str) -> ArgumentTypeError:
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    return ArgumentTypeError(
+        f"{function}(): `{name}` is a {kind} tensor.",
+        why="each element takes part or does not, so each has to be there.",
+        fix=f"torch.nested.to_padded_tensor({name}, float('nan'))   # exclude=float('nan')"
+        if tensor.is_nested
+        else f"{name}.to_dense()",
+    )
 
 
 def zeros_and_ones(mask: torch.Tensor) -> torch.Tensor:
@@ -116,7 +131,7 @@ def _numbers(exclude: Any, function: str) -> list[Number]:
     found: list[Number] = []
     for value in exclude if several else (exclude,):
         # A numpy number is a number too, but not one of Python's.
-        number = value.item() if hasattr(value, "item") else value
+        number = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
         if not isinstance(number, bool | int | float | complex):
             raise ArgumentTypeError(
                 f"{function}(): `exclude` has {describe(value)}.",

@@ -13,9 +13,9 @@ __all__ = ["goes_by_blocks", "may_look", "may_read", "nowhere_empty", "recorded"
 
 Work = Literal["total", "fill", "many steps", "few steps"]
 
-# From how many elements on bytes and pieces are quicker than torch.where, by what is done with them: the sum of a
-# single slice, one new tensor, many steps that all stay in the cache, or few steps, which hardly pay for being cut.
-WORTH: dict[Work, float] = {"total": 1 << 13, "fill": 1 << 14, "many steps": 1 << 15, "few steps": 1 << 16}
+# From how many elements on bytes are quicker than torch.where, for the sum of a single slice and for a new tensor; and
+# pieces quicker than a whole new tensor, for many steps that then stay in the cache and for few.
+WORTH: dict[Work, float] = {"total": 1 << 13, "fill": 1 << 14, "many steps": 1 << 15, "few steps": 3 << 16}
 
 
 def goes_by_blocks(x: torch.Tensor, mask: torch.Tensor, work: Work = "few steps") -> bool:
