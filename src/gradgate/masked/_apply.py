@@ -78,8 +78,8 @@ def apply_where(
             why="it is called with the elements that are not kept; a number for them is `fill_value`.",
             fix=f"gg.apply_where(keep, x, fn, fill_value={otherwise if isinstance(otherwise, (int, float)) else 0.0})",
         )
-    several = isinstance(args, Iterable) and not isinstance(args, torch.Tensor)
-    tensors = tuple(args) if several else (args,)
+    given: Any = args
+    tensors = tuple(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else (given,)
     keep, flat, shape = _flattened(keep, tensors)
     countable = has_data(keep) or (is_compiling() and not inside_functorch())
     evaluate = _evaluate_own if countable else _evaluate_all
@@ -334,7 +334,7 @@ def dtype_holding(values: torch.Tensor, number: complex, name: str, function: st
     """
     dtype = values.dtype
     if dtype.is_floating_point and not isinstance(number, complex):
-        if math.inf > abs(number) > torch.finfo(dtype).max:
+        if number and math.inf > abs(number) > torch.finfo(dtype).max:
             raise _does_not_hold(dtype, torch.finfo(dtype), number, name, function, "float32")
         return dtype
     if dtype is torch.bool and number in (0, 1):
