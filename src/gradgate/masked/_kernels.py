@@ -321,7 +321,7 @@ class _Extreme(torch.autograd.Function):
         tied = (x.detach() == found.detach().unsqueeze(1)) & mask
         share = (gradients[0] / tied.sum(1)).unsqueeze(1)
         if not torch.is_grad_enabled() and may_look(share, mask) and math.isfinite(share.sum().item()):
-            return tied * share, None, None
+            return (tied * share).add_(0.0), None, None  # -0.0 becomes 0.0
         return fill(tied * share, mask, 0), None, None  # 0 times infinity is no number
 
 
@@ -357,7 +357,7 @@ class _Softmax(torch.autograd.Function):
         if in_one_go and not (ctx.logarithm and weightless is not None):
             gradient = softmax_backward(arriving, result, logarithm=ctx.logarithm)
             if math.isfinite(gradient.sum().item()):
-                return gradient, None, None
+                return gradient.add_(0.0), None, None  # -0.0 becomes 0.0
         arriving = arriving if ctx.logarithm else fill(arriving, mask, 0)
         if weightless is not None:  # a slice that keeps nothing but -inf takes nothing in
             arriving = torch.where(weightless, 0, arriving)
