@@ -342,6 +342,15 @@ def test_dimensions_of_size_zero(shape):
         masked.mode(torch.zeros(2, 0, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("size", [3, 60, 5000])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_no_slices_at_all(size, dtype):
+    for keep in (None, torch.ones(size, dtype=torch.bool)):
+        found = masked.mode(torch.zeros(0, size, dtype=dtype), keep=keep)
+        assert all(result.shape == (0,) for result in found)
+        assert found.values.dtype == dtype
+
+
 def test_bool_values_and_their_empty_value():
     x = torch.tensor([[True, True, False], [False, False, False]])
     found = masked.mode(x, exclude=False, empty=True)

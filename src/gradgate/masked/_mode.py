@@ -73,14 +73,14 @@ def mode(
     slices.refuse(complexes=True)
     rows = (slices if slices.size else slices.with_mask()).in_one_dim()
     plain, mask = rows.x.detach(), None if rows.mask is None else rows.full_mask()
-    certain = mask is None
+    certain, values = mask is None, None
     if looks:
         if mask is not None and plain.numel() < SMALL:  # larger ones have been looked at
             mask = zeros_and_ones(mask)
         indices, counts, values, certain = vote_on_cpu(plain, mask, limits, x.dtype)
     else:
-        (indices, counts), values = vote_anywhere(plain, mask), None
-    if values is None:
+        indices, counts = vote_anywhere(plain, mask)
+    if values is None or x.is_floating_point():
         values = _picked(slices, rows, indices if certain else indices.clamp(min=0))
     values, indices, counts = (slices.reduced(result) for result in (values, indices, counts))
     if certain:

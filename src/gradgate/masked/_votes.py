@@ -75,7 +75,7 @@ def in_bytes(x: torch.Tensor) -> tuple[torch.Tensor, Limits | None]:
 
 def vote_on_cpu(
     x: torch.Tensor, mask: torch.Tensor | None, limits: Limits | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """Do the same as `vote_anywhere`, faster, for tensors whose data can be looked at.
 
     Args:
@@ -85,11 +85,14 @@ def vote_on_cpu(
         dtype: The dtype of the values to give.
 
     Returns:
-        As there; the values, if they are of integers (anything where nothing is kept); and whether something is kept
-        in every row.
+        As there; the values, if they are integers (anything where nothing is kept, and for others); and whether
+        something is kept in every row.
     """
     shape, size = x.shape[:-1], x.shape[-1]
-    if mask is not None and mask.numel() and mask.view(torch.uint8).amin().item():
+    if not x.numel():
+        nothing = torch.empty(shape, dtype=torch.int64, device=CPU)
+        return nothing, nothing, nothing.to(dtype), True
+    if mask is not None and mask.view(torch.uint8).amin().item():
         mask = None  # what was to be left out is not there
     few = size <= MOST_VOTES
     # For votes a range that leaves room for count and index in 16 or 32 bits, for others one that is worth a table.
@@ -110,19 +113,16 @@ def vote_on_cpu(
 
     wide = way in (_by_torch, _by_sorting)
     count = partial(_by_parts, exact=exact) if wide and _parts_tell(x, mask) else exact
-    number, certain = x.shape[dim], True
-    found = torch.empty((2, number), dtype=torch.int64, device=CPU)
-    values = None if x.is_floating_point() else torch.empty(number, dtype=dtype, device=CPU)
     step = max(1, (BLOCK << dim) // size)  # comparing pairs makes many small steps, which pay in larger blocks
-    for start in range(0, number, step):
-        stop = min(number, start + step)
-        kept = None if mask is None else mask.narrow(dim, start, stop - start).view(torch.uint8)
-        indices, counts, best = count(x.narrow(dim, start, stop - start), kept)
-        found[0, start:stop], found[1, start:stop] = indices, counts
-        if values is not None:
-            values[start:stop] = best
-        certain = certain and (kept is None or bool(counts.amin() > 0))
-    return found[0].reshape(shape), found[1].reshape(shape), None if values is None else values.reshape(shape), certain
+    blocks, certain = [], True
+    for start in range(0, x.shape[dim], step):
+        length = min(step, x.shape[dim] - start)
+        kept = None if mask is None else mask.narrow(dim, start, length).view(torch.uint8)
+        indices, counts, best = count(x.narrow(dim, start, length), kept)
+        blocks.append((indices.to(torch.int64), counts.to(torch.int64), best.to(dtype)))
+        certain = certain and (kept is None or counts.amin().item() > 0)
+    indices, counts, values = blocks[0] if len(blocks) == 1 else map(torch.cat, zip(*blocks, strict=True))
+    return indices.reshape(shape), counts.reshape(shape), values.reshape(shape), certain
 
 
 def _planes(x: torch.Tensor, by_rows: bool) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _range(x: torch.Tensor, mask: torch.Tensor | None, limits: Limits | None, wi
     if x.is_floating_point():
         nan = _code_of_nan(torch.int64 if x.dtype is torch.float64 else torch.int32)
         return -nan, nan, False
-    if x.dtype is torch.bool or not x.numel():
+    if x.dtype is torch.bool:
         return 0, 1, False
     low, high = limits or _limits(x)
     if mask is None or high - low < width:
@@ -290,8 +290,10 @@ def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int
     table = torch.zeros((len(values), high - low + 1), dtype=keys, device=CPU)
     table.scatter_add_(1, values.to(torch.int64), weights)
     # Count and value in one number, as in the comparison of pairs; torch.max with indices is slow.
-    best = table.mul_(1 << bits).sub_(torch.arange(high - low + 1, dtype=keys, device=CPU)).add_(high - low).amax(1)
-    value = (best & (1 << bits) - 1).neg_().add_(high - low).to(values.dtype)
+    all_bits = (1 << bits) - 1
+    smaller_first = torch.arange(all_bits, all_bits - table.shape[1], -1, dtype=keys, device=CPU)
+    best = table.mul_(1 << bits).add_(smaller_first).amax(1)
+    value = (best & all_bits).bitwise_xor_(all_bits).to(values.dtype)
     return _last(_equals(values, value, kept)), best >> bits, value.long().add_(low)
 
 
