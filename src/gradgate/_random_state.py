@@ -72,19 +72,13 @@ class _TorchState:
 
     def __init__(self) -> None:
         self._owner = torch.default_generator
-        self._draws = draws_of(self._owner)
+        self._draws = draws_of(self._owner) or ()
         self._state = self._owner.get_state()
-        self._mark: Mark = ()
+        self._mark = b""
         self.remember()
 
-    def _look(self) -> Mark:
-        if self._draws is None:
-            return ()
-        count, waiting = self._draws
-        return count.tobytes(), waiting.tobytes()
-
     def remember(self) -> None:
-        mark = self._look()
+        mark = b"".join(self._draws)
         if mark != self._mark or not mark:
             self._state, self._mark = self._owner.get_state(), mark
 
@@ -134,9 +128,9 @@ class _NumpyState:
     def __init__(self) -> None:
         self._current: Callable[[], Any] | None = None
         self._generator: Any = None
-        self._draws: tuple[memoryview, memoryview] | None = None
+        self._draws: tuple[memoryview, ...] = ()
         self._state: dict[str, Any] = {}
-        self._mark: Mark = ()
+        self._mark = b""
         self.remember()
 
     def remember(self) -> None:
@@ -157,7 +151,7 @@ class _NumpyState:
         if not self._mark or self._state["has_gauss"] or self._look() != self._mark:
             sys.modules["numpy"].random.set_state(self._state)
 
-    def _look(self) -> Mark:
+    def _look(self) -> bytes:
         assert self._current is not None
         generator = self._current()
         if generator is not self._generator:
@@ -165,11 +159,8 @@ class _NumpyState:
             known = type(generator).__name__ == "MT19937"
             # In numpy: the words, which change when all are drawn, then an int that each draw moves on.
             address = generator.ctypes.state_address if known else 0
-            self._draws = (_memory(address, 8), _memory(address + 4 * TWISTER_WORDS, 4)) if known else None
-        if self._draws is None:
-            return ()
-        words, place = self._draws
-        return words.tobytes(), place.tobytes()
+            self._draws = (_memory(address, 8), _memory(address + 4 * TWISTER_WORDS, 4)) if known else ()
+        return b"".join(self._draws)
 
 
 def _memory(address: int, size: int) -> memoryview:

@@ -55,6 +55,7 @@ from gradgate._torch_compat._sharing import (
     recorded_without_copy,
     without_copy,
     write_count,
+    write_counts,
     write_mark,
 )
 from gradgate._torch_compat._softmax import softmax_backward
@@ -119,6 +120,7 @@ __all__ = [
     "without_compiled_wrappers",
     "without_copy",
     "write_count",
+    "write_counts",
     "write_grad_mode",
     "write_mark",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "recorded_without_copy",
     "without_copy",
     "write_count",
+    "write_counts",
     "write_mark",
 ]
 
@@ -93,6 +96,17 @@ def write_count(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # asking `is_inference` first would cost more than the answer
         return 0
+
+
+def write_counts(tensors: Iterable[torch.Tensor]) -> int:
+    """Count the same for several tensors."""
+    total = 0
+    for tensor in tensors:
+        try:
+            total += tensor._version
+        except RuntimeError:
+            continue
+    return total
 
 
 def write_mark(tensor: torch.Tensor) -> tuple[int, int]:

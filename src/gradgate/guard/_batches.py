@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from gradgate._names import describe, listed
-from gradgate._torch_compat import write_count
+from gradgate._torch_compat import write_counts
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["BatchReader", "Ids", "Rows", "Select", "batch_dim_of", "index_of", "is_array", "select_rows", "taking"]
@@ -49,8 +49,8 @@ class BatchReader:
 
     def read(self, batch: Any, ids: Ids | None = None) -> tuple[int, int, Sequence[torch.Tensor]]:
         """Give what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
-        plain = self._plain(batch)
-        if plain is None or ids is not None or self._count is not None or self._select is not None:
+        plain = self._plain(batch) if self._count is None and self._select is None else None
+        if plain is None or (ids is not None and len(ids) != plain[0]):
             return self.count(batch, ids), self.writes(batch), self.leaves(batch)
         size, writes, takes_gradient = plain
         return size, writes, self.leaves(batch) if takes_gradient else ()
@@ -89,17 +89,7 @@ class BatchReader:
 
     def writes(self, batch: Any) -> int:
         """Count the writes into the tensors of a batch that autograd has seen so far."""
-        kind = type(batch)
-        if kind is torch.Tensor:
-            return write_count(batch)
-        parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else _leaves(batch)
-        total = 0
-        for part in parts:
-            if type(part) is torch.Tensor:
-                total += write_count(part)
-            elif not _is_shared(part):
-                return sum(write_count(leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
-        return total
+        return write_counts(leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
         """List the tensors of a batch that take a gradient themselves."""
@@ -132,7 +122,7 @@ class BatchReader:
         """Give the size of a few tensors of one length, the writes to them, and whether any takes a gradient."""
         kind = type(batch)
         parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
-        size, writes, takes_gradient, dim = -1, 0, False, self.batch_dim
+        size, takes_gradient, dim = -1, False, self.batch_dim
         for part in parts:
             if type(part) is not torch.Tensor or part.is_nested:
                 return None
@@ -140,9 +130,8 @@ class BatchReader:
             if len(shape) <= dim or shape[dim] != size >= 0:
                 return None
             size = shape[dim]
-            writes += write_count(part)
             takes_gradient = takes_gradient or part.requires_grad
-        return None if size < 0 else (size, writes, takes_gradient)
+        return None if size < 0 else (size, write_counts(parts), takes_gradient)
 
     def _agreed(self, batch: Any, ids: Ids | None) -> int:
         possible = _sizes(batch, self.batch_dim)

@@ -26,17 +26,15 @@ class BufferCopies:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._copies = [torch.empty_like(tensor) for tensor in tensors]
-        self._plain: list[torch.Tensor]
-        self._plain_copies: list[torch.Tensor]
-        self._others: list[torch.Tensor]
-        self._other_copies: list[torch.Tensor]
         self._lay_out()
 
     def take(self) -> None:
         """Copy the tensors as they are now."""
-        if self._have_moved():
-            self._lay_out()
-        for copied, seen in self._bytes:
+        for tensor, place, seen, copied in self._plain:
+            if tensor.data_ptr() != place:  # somebody gave it other memory
+                self._lay_out()
+                self.take()
+                return
             copied[:] = seen
         if self._others:
             copy_tensors(self._other_copies, self._others)
@@ -45,33 +43,33 @@ class BufferCopies:
 
     def put_back(self) -> None:
         """Write into the tensors what was copied last, and let autograd see it."""
-        if self._have_moved():
-            self._lay_out()
-        for copied, seen in self._bytes:
+        for tensor, place, seen, copied in self._plain:
+            if tensor.data_ptr() != place:
+                self._lay_out()
+                self.put_back()
+                return
             seen[:] = copied
-        increment_version(self._plain)
+        increment_version([tensor for tensor, *_ in self._plain])
         if self._others or self._lazy:
             with torch.no_grad():
                 copy_tensors(self._others, self._other_copies)
                 for copy, tensor in self._lazy:
                     tensor.copy_(copy)
 
-    def _have_moved(self) -> bool:
-        """Tell whether somebody gave one of them other memory than it had when they were laid out."""
-        return [tensor.data_ptr() for tensor in self._plain] != self._places
-
     def _lay_out(self) -> None:
-        pairs = list(zip(self._copies, self._tensors, strict=True))
-        # A conjugate or a negative that is only marked as such cannot be written to together with others.
-        self._lazy = [(copy, tensor) for copy, tensor in pairs if tensor.is_conj() or tensor.is_neg()]
-        eager = [(copy, tensor) for copy, tensor in pairs if not (tensor.is_conj() or tensor.is_neg())]
-        self._plain, self._plain_copies, self._others, self._other_copies = [], [], [], []
-        for copy, tensor in eager:
-            plain = _lies_plainly(tensor) and copy.dtype is tensor.dtype and copy.nbytes == tensor.nbytes
-            (self._plain if plain else self._others).append(tensor)
-            (self._plain_copies if plain else self._other_copies).append(copy)
-        self._places = [tensor.data_ptr() for tensor in self._plain]
-        self._bytes = list(zip(map(_memory_of, self._plain_copies), map(_memory_of, self._plain), strict=True))
+        self._plain: list[tuple[torch.Tensor, int, memoryview, memoryview]] = []
+        self._others: list[torch.Tensor] = []
+        self._other_copies: list[torch.Tensor] = []
+        self._lazy: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for copy, tensor in zip(self._copies, self._tensors, strict=True):
+            if tensor.is_conj() or tensor.is_neg():
+                # Only marked as such, it cannot be written to together with others.
+                self._lazy.append((copy, tensor))
+            elif _lies_plainly(tensor) and copy.dtype is tensor.dtype and copy.nbytes == tensor.nbytes:
+                self._plain.append((tensor, tensor.data_ptr(), _memory_of(tensor), _memory_of(copy)))
+            else:
+                self._others.append(tensor)
+                self._other_copies.append(copy)
 
 
 def _lies_plainly(tensor: torch.Tensor) -> bool:
