@@ -32,7 +32,7 @@ def check_number(value: Any, *, name: str, function: str, why: str, fix: str) ->
         ArgumentTypeError: It is no real number; True and False are answers, not numbers.
         ArgumentValueError: It is NaN.
     """
-    if isinstance(value, torch.Tensor):
+    if type(value) is int or isinstance(value, torch.Tensor):  # at once, because most of them are ints
         return
     if isinstance(value, bool) or not is_real(value):
         raise ArgumentTypeError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)

@@ -215,8 +215,8 @@ def safe_norm(
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
     """
-    zero, safe, dims = _without_zero_vectors(x, dim, ord, "masked.safe_norm")
-    norm = _norm(safe, ord, dims, keepdim)
+    zero, safe = _without_zero_vectors(x, dim, ord, "masked.safe_norm")
+    norm = _norm(safe, ord, dim, keepdim)
     return torch.where(zero.reshape(norm.shape), 0, norm)
 
 
@@ -244,14 +244,14 @@ def safe_normalize(x: torch.Tensor, dim: int | Sequence[int] | None = -1, *, ord
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
     """
-    zero, safe, dims = _without_zero_vectors(x, dim, ord, "masked.safe_normalize")
-    return torch.where(zero, 0, safe / _norm(safe, ord, dims, True))
+    zero, safe = _without_zero_vectors(x, dim, ord, "masked.safe_normalize")
+    return torch.where(zero, 0, safe / _norm(safe, ord, dim, True))
 
 
 def _without_zero_vectors(
     x: torch.Tensor, dim: int | Sequence[int] | None, ord: float, function: str
-) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Say which vectors have the length 0, give x with ones in their place, and the dimensions that make a vector."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say which vectors have the length 0, and give x with ones in their place."""
     check_tensor(x, name="x", function=function)
     if not (x.is_floating_point() or x.is_complex()):
         raise ArgumentTypeError(
@@ -266,13 +266,17 @@ def _without_zero_vectors(
             why="beneath 1 it is not a norm, and its gradient is infinite wherever an element is 0.",
             fix="ord=1, ord=2 or ord=float('inf')",
         )
-    dims = dims_of(x, dim, function)
-    zero = _norm(x.detach(), ord, dims, True) == 0
-    return zero, torch.where(zero, 1, x), dims
+    try:
+        zero = _norm(x.detach(), ord, dim, True) == 0
+    except (TypeError, IndexError, RuntimeError):
+        dims_of(x, dim, function)  # says it better, if it is about them
+        raise
+    return zero, torch.where(zero, 1, x)
 
 
-def _norm(x: torch.Tensor, ord: float, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+def _norm(x: torch.Tensor, ord: float, dim: int | Sequence[int] | None, keepdim: bool) -> torch.Tensor:
     # All norms of nothing are 0, but torch refuses the infinite one.
+    dims = dim if dim is None or isinstance(dim, int) else tuple(dim)
     norm: torch.Tensor = torch.linalg.vector_norm(x, ord if x.numel() else 2, dims, keepdim)
     return norm
 
