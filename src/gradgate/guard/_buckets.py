@@ -77,8 +77,7 @@ class Buckets:
         self._error: Exception | None = None
         self.stale = False
         """Whether something was sent that is not what this rank has to give."""
-        if len(self._buckets) > 1:
-            self._listen()
+        self._ask_to_be_told()
 
     def begin(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], share: float) -> None:
         """Start a round.
@@ -217,8 +216,10 @@ class Buckets:
             start += parts * parameter.numel()
         return _Bucket(buffer, numbers, views)
 
-    def _listen(self) -> None:
+    def _ask_to_be_told(self) -> None:
+        """Hear of every gradient that is ready, except of those in the last buffer: that is left for `finish`."""
         this = weakref.ref(self)
+        last = len(self._buckets) - 1
 
         def hook_of(number: int) -> Any:
             def hook(parameter: torch.Tensor) -> None:
@@ -231,11 +232,12 @@ class Buckets:
         handles = [
             parameter.register_post_accumulate_grad_hook(hook_of(number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self.parameters)
+            if self._bucket_of[number] != last
         ]
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def _ready(self, number: int) -> None:
-        """Take note of a gradient, and send what is complete, in order; the last buffer is left for `finish`."""
+        """Take note of a gradient, and send what is complete, in order."""
         place = self._bucket_of[number]
         self._missing[place] -= 1
         if place < len(self._works) or self._missing[place] < 0:
