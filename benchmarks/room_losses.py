@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -35,33 +36,21 @@ def _mad() -> dict[str, Candidate]:
     return {"torch.median": x.median, "inliers(mad)": lambda: losses.inliers(x)}
 
 
+def _row(title: str, *shape: int, ignored: float, **options: Any) -> Row:
+    return Row(
+        "losses",
+        f"{title} ignored, forward and backward",
+        _cross_entropy(*shape, ignored=ignored),
+        ours="masked_loss(cross_entropy)",
+        base="cross_entropy(ignore_index)",
+        peers=("cross_entropy(ignore_index)",),
+        **options,
+    )
+
+
 ROWS = [
-    Row(
-        "losses",
-        "cross_entropy, 4096 x 256, a fifth ignored, forward and backward",
-        _cross_entropy(4096, 256, ignored=0.2),
-        ours="masked_loss(cross_entropy)",
-        base="cross_entropy(ignore_index)",
-        peers=("cross_entropy(ignore_index)",),
-        at_most=1.1,
-        rounds=100,
-        seconds=6.0,
-    ),
-    Row(
-        "losses",
-        "cross_entropy, 1024 x 32000, half ignored, forward and backward",
-        _cross_entropy(1024, 32000, ignored=0.5),
-        ours="masked_loss(cross_entropy)",
-        base="cross_entropy(ignore_index)",
-        peers=("cross_entropy(ignore_index)",),
-    ),
-    Row(
-        "losses",
-        "cross_entropy of a segmentation, 4 x 21 x 96 x 96, a tenth ignored, forward and backward",
-        _cross_entropy(4, 21, 96, 96, ignored=0.1),
-        ours="masked_loss(cross_entropy)",
-        base="cross_entropy(ignore_index)",
-        peers=("cross_entropy(ignore_index)",),
-    ),
+    _row("cross_entropy, 4096 x 256, a fifth", 4096, 256, ignored=0.2, at_most=1.1, rounds=100, seconds=6.0),
+    _row("cross_entropy, 1024 x 32000, half", 1024, 32000, ignored=0.5),
+    _row("cross_entropy of a segmentation, 4 x 21 x 96 x 96, a tenth", 4, 21, 96, 96, ignored=0.1),
     Row("losses", "inliers(mad) of 1e7", _mad, ours="inliers(mad)", base="torch.median", at_most=1.5, rounds=7),
 ]
