@@ -201,3 +201,12 @@ def test_get_of_a_module_gives_the_values_and_a_dictionary_is_not_changed():
     assert gg.at(tensors, "b")[0].get().item() == 1.0
     assert gg.at(tensors, "a")[0].set(5.0)["a"].tolist() == [5.0, 0.0]
     assert tensors["a"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("count", [3, 5000])
+@pytest.mark.parametrize("name", ["set", "add", "multiply", "max"])
+def test_another_default_device_changes_nothing(name, count):
+    x, index, rows = torch.randn(70, 2), torch.randint(0, 70, (count,)), torch.rand(count, 2)
+    expected = getattr(gg.at(x)[index], name)(rows)
+    with torch.device("meta"):
+        assert torch.equal(getattr(gg.at(x)[index], name)(rows), expected)

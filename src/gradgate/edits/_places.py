@@ -201,8 +201,8 @@ class Places:
                 self.unique = named_once(self.indices[0] if len(self.indices) == 1 else self._key(), self.sizes[0])
             else:
                 key = self._key()
-                number = torch.arange(self.count, dtype=torch.int32)
-                owner = torch.empty(math.prod(self.sizes), dtype=torch.int32).scatter_(0, key, number)
+                number = torch.arange(self.count, dtype=torch.int32, device=key.device)
+                owner = key.new_empty(math.prod(self.sizes), dtype=torch.int32).scatter_(0, key, number)
                 self.unique = torch.equal(owner.gather(0, key), number)
         return self.unique
 

@@ -104,8 +104,10 @@ def _number(value: complex, x: torch.Tensor, function: str) -> torch.Tensor:
     if [bool, int, float, complex].index(type(value)) > _kind(x.dtype):
         raise _wrong_kind(describe(value), x, function, "gg.at(x.to(torch.float32))   # or a value of the kind of x")
     try:
+        if _kind(x.dtype) == 1 and value.real < torch.iinfo(x.dtype).min:  # torch itself makes 255 of -1
+            raise OverflowError
         return torch.tensor(value, dtype=x.dtype, device=x.device)
-    except RuntimeError:
+    except (RuntimeError, ValueError, OverflowError):
         raise ArgumentValueError(
             f"{function}: {value} does not fit into {str(x.dtype).removeprefix('torch.')}.",
             why="it would wrap around in silence.",
