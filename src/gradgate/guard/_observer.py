@@ -168,7 +168,7 @@ class Observer:
         if not _takes_gradient(args) and not _takes_gradient(kwargs):
             self.entries += outputs
         for tensor in outputs:
-            source = tensor.grad_fn or tensor, tensor.output_nr
+            source = _source_of(tensor)
             # A container gives what its last child gave, and the innermost module that gave it is the one to ask.
             if source not in self._gave:
                 # A look must not hold the tensor that will hold it, nor the observer, which holds some of them.
@@ -179,7 +179,7 @@ class Observer:
         """Look at the gradients of what modules gave as soon as they come, and give the tensors to walk back to."""
         for tensor in self.entries:
             # The way back ends at an entry: its node does not run, nor does a hook of the node.
-            if (look := self._gave.pop((tensor.grad_fn or tensor, tensor.output_nr), None)) is not None:
+            if (look := self._gave.pop(_source_of(tensor), None)) is not None:
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
         for (source, number), look in self._gave.items():
             if isinstance(source, torch.Tensor):
@@ -219,6 +219,11 @@ class Observer:
 def _takes_gradient(arguments: Any) -> bool:
     """Tell whether a gradient goes back from a module into what it was called with."""
     return any(tensor.requires_grad for tensor in tensors_in(arguments)) if arguments else False
+
+
+def _source_of(tensor: torch.Tensor) -> tuple[Node | torch.Tensor, int]:
+    """Give the node and the number of its output that a tensor is; a leaf is its own source."""
+    return (tensor if tensor.grad_fn is None else tensor.grad_fn), tensor.output_nr
 
 
 def _of_output(number: int, look: Callable[[torch.Tensor], None], gradients: Sequence[torch.Tensor | None]) -> None:
