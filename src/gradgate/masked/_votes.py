@@ -276,13 +276,15 @@ def _turn(
 
 def _by_bins(codes: torch.Tensor, kept: torch.Tensor | None, low: int, high: int) -> Found:
     """Count every value of the range; what is left out counts 0, in whatever bin it falls."""
+    whole = _narrowest(min(low, 0), max(high, high - low))
+    codes = codes if codes.element_size() == 1 else codes.to(whole)
     if kept is not None:
         # What is left out is often far away. Multiplied by 0 it is not; then 0 is in the range as well.
-        nearer = codes * (kept.view(codes.dtype) if codes.element_size() == 1 else kept.to(codes.dtype))
+        nearer = codes * (kept.view(codes.dtype) if codes.element_size() == 1 else kept.to(whole))
         least, most = _limits(nearer)
         if most - least < high - low:
             codes, low, high = nearer, least, most
-    values = codes.to(_narrowest(min(low, 0), max(high, high - low)))
+    values = codes.to(whole)
     values = values - low if low else values
     bits = (high - low).bit_length()
     keys = _narrowest(0, values.shape[1] + 1 << bits)
