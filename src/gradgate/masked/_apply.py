@@ -308,11 +308,12 @@ def _wrong_result(result: Any, kept: int) -> ArgumentTypeError | ArgumentValueEr
 
 
 def _placed(values: torch.Tensor, index: torch.Tensor, count: int, fill_value: complex, function: str) -> torch.Tensor:
-    dtype = dtype_holding(values, fill_value, "fill_value", function)
-    values = values if values.dtype is dtype else values.to(dtype)
     shape = (count, *values.shape[1:])
-    plain = type(fill_value) is int and fill_value == 0  # -0.0 is another number
-    whole = values.new_zeros(shape) if plain else values.new_full(shape, fill_value)
+    if type(fill_value) is int and fill_value == 0:  # which every dtype holds; -0.0 is another number
+        whole = values.new_zeros(shape)
+    else:
+        values = values.to(dtype_holding(values, fill_value, "fill_value", function))
+        whole = values.new_full(shape, fill_value)
     # In place it saves a copy; torch.func cannot write a batch into what is none.
     return (whole.index_copy if inside_functorch() else whole.index_copy_)(0, index, values)
 
