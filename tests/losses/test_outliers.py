@@ -214,3 +214,8 @@ def test_wrong_decisions():
         losses.record_decisions(Shelf())
     with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`keep` has shape \(2, 2\).*flatten\(1\)"):
         losses.record_decisions(Shelf(), keep=torch.ones(2, 2, dtype=torch.bool))
+    keep = torch.tensor([True, False])
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`ids` has 1 entries for 2 samples.*ids=ids\[:2\]"):
+        losses.record_decisions(Shelf(), keep=keep, ids=["a"])
+    with pytest.raises(gg.errors.ArgumentValueError, match=r"`per_sample` has 3 entries for 2 samples"):
+        losses.record_decisions(Shelf(), keep=keep, per_sample=torch.ones(3))

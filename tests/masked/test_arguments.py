@@ -123,6 +123,8 @@ def test_operands_of_the_safe_functions():
         masked.safe_divide([1], X)
     with refused(ArgumentTypeError, r"(?s)safe_pow\(\): `exponent` is None.*safe_pow\(x, 0.5\)"):
         masked.safe_pow(X, None)
+    with refused(ArgumentTypeError, r"(?s)`x` is an int64 tensor.*`exponent` is -1.*safe_pow\(x.float\(\), -1\)"):
+        masked.safe_pow(X.long(), -1)
     with refused(ArgumentValueError, r"(?s)`x` has shape \(3, 4\), `y` has \(3,\).*y.unsqueeze\(-1\)"):
         masked.safe_divide(X, torch.ones(3))
     with refused(ArgumentValueError, r"`x` has shape \(3, 4\), `exponent` has \(3,\)"):

@@ -214,6 +214,13 @@ def test_both_searches_for_the_median_agree():
     assert torch.equal(law.fn(x, 1, keep=keep).nan_to_num(-1), masked.quantile(x, 0.5, 1, keep=keep).nan_to_num(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_zero_normalized_stays_zero_whatever_the_dtype_can_hold(dtype):
+    x = torch.tensor([0, 0, 3], dtype=dtype)
+    for eps in (1e-12, 0):
+        assert masked.normalize(x, exclude=3, eps=eps).tolist() == [0, 0, 0]
+
+
 def test_normalize_at_zero_is_steep_as_in_torch():
     """LIMITATIONS.md: the true derivative of x / max(norm, eps); masked.safe_normalize has none."""
     x = torch.zeros(3, requires_grad=True)

@@ -44,7 +44,8 @@ def record_decisions(
         The incidents, in the order of the rows.
 
     Raises:
-        ArgumentValueError: Neither `keep` nor `weights` was given, or they are not one for each sample.
+        ArgumentValueError: Neither `keep` nor `weights` was given, or there is not one of them, of the losses or of
+            the ids for each sample.
 
     Examples:
         >>> class Printer:
@@ -55,7 +56,11 @@ def record_decisions(
         d: outlier {'weight': 0.0}
     """
     counts = _counts(keep, weights)
-    losses = None if per_sample is None else per_sample.detach().double().tolist()
+    _check_length(ids, len(counts), "ids")
+    if per_sample is not None:
+        check_tensor(per_sample, name="per_sample", function="losses.record_decisions")
+        _check_length(per_sample.reshape(-1), len(counts), "per_sample")
+    losses = None if per_sample is None else per_sample.detach().double().reshape(-1).tolist()
     incidents = [
         Incident(
             run=run,
@@ -75,6 +80,15 @@ def record_decisions(
     if incidents:
         sink.record_many(incidents)
     return incidents
+
+
+def _check_length(values: Sequence[object] | torch.Tensor | None, count: int, name: str) -> None:
+    if values is not None and len(values) != count:
+        raise ArgumentValueError(
+            f"losses.record_decisions(): `{name}` has {len(values)} entries for {count} samples.",
+            why="a decision is written down for each sample, so there is one of them for each.",
+            fix=f"{name}={name}[:{count}]   # if the samples are the first ones",
+        )
 
 
 def _counts(keep: torch.Tensor | None, weights: torch.Tensor | None) -> list[float]:

@@ -75,7 +75,7 @@ def normalize(
         dim: The dimension to take the norm over, several of them, or None for all.
         ord: Which norm, as in torch.linalg.vector_norm.
         eps: A smaller norm counts as this, so that 0 stays 0. The gradient there is 1 / eps, as in
-            torch.nn.functional.normalize; `masked.safe_normalize` has none.
+            torch.nn.functional.normalize; `masked.safe_normalize` has none. No less than the dtype can hold.
         keep: A boolean mask that broadcasts to x; True takes part.
         exclude: A value or values that do not take part; NaN matches NaN.
         empty: What every place of a slice with nothing kept gives instead of 0; "raise" for an error.
@@ -99,8 +99,10 @@ def normalize(
     check_number(
         eps, name="eps", function="masked.normalize", why="no norm counts as less than this number.", fix="eps=1e-12"
     )
+    # 1e-12 is 0 for a float16, and 0 / 0 would not stay 0.
+    least = max(eps, torch.finfo(slices.x.dtype).tiny)
     filled = slices.filled(0)
-    divided = filled / _norm(slices, ord, filled).clamp_min(eps)
+    divided = filled / _norm(slices, ord, filled).clamp_min(least)
     return slices.settle(divided if slices.mask is None else fill(divided, slices.mask, 0), natural=0)
 
 

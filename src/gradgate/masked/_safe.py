@@ -162,6 +162,12 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0
                 why="a power is a real number, or a tensor of them.",
                 fix="masked.safe_pow(x, 0.5)",
             )
+        if exponent < 0 and not x.is_floating_point() and exponent == int(exponent):
+            raise ArgumentTypeError(
+                f"masked.safe_pow(): `x` is {describe(x)}, `exponent` is {exponent}.",
+                why="a negative power of an integer is no integer.",
+                fix=f"masked.safe_pow(x.float(), {exponent})",
+            )
         power = torch.as_tensor(exponent, dtype=torch.float64, device=x.device)
         bad, bad_zero = _bad_power(x, power)
         return torch.where(bad_zero, 0, torch.where(bad, fill, torch.where(bad, 1, x) ** exponent))
