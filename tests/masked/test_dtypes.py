@@ -72,6 +72,20 @@ def test_a_mean_of_halves_does_not_overflow_on_the_way():
     assert masked.mean(many, exclude=1) == 60
 
 
+@pytest.mark.parametrize("size", [2000, 70_000])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("empty", [False, True])
+def test_gradients_of_halves_are_added_up_as_floats(size, twice, empty):
+    """Many gradients of 100 each are more than a float16 can hold."""
+    x, keep = torch.randn(2, size, dtype=torch.float16, requires_grad=True), torch.rand(2, size) < 0.9
+    keep[1] = keep[1] & (not empty)
+    arriving = torch.full((2, size), 100.0, dtype=torch.float16)
+    wide = x.detach().float().requires_grad_()
+    (expected,) = torch.autograd.grad(masked.log_softmax(wide, 1, keep=keep), wide, arriving.float())
+    (found,) = torch.autograd.grad(masked.log_softmax(x, 1, keep=keep), x, arriving, create_graph=twice)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=1.0)
+
+
 def test_dtype_converts_first_but_exclude_looks_before():
     x = torch.tensor([1, 2, 255], dtype=torch.uint8)
     assert masked.mean(x, exclude=255, dtype=torch.float64) == 1.5

@@ -20,7 +20,8 @@ from gradgate.masked._ways import goes_by_blocks, may_look, may_read, recorded
 
 __all__ = ["counts", "extreme", "fill", "logsumexp", "softmax", "squares", "sums"]
 
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, torch.float64, *_HALVES)
 
 Dims: TypeAlias = tuple[int, ...]
 
@@ -99,7 +100,7 @@ def sums(
         total, number = apply_function(_Sums, *grouped, counted) if recorded(x) else _blocks.sums(*grouped, counted)
         total = _shaped(total, x, dims, keepdim)
         return total, _shaped(number, x, dims, keepdim) if counted else total
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    wide = torch.float32 if x.dtype in _HALVES else None
     total = fill(x, mask, 0).sum(dims, keepdim=keepdim, dtype=wide)
     return total, counts(mask, x.shape, dims, keepdim) if counted else total
 
@@ -361,9 +362,12 @@ class _Softmax(torch.autograd.Function):
         arriving = arriving if ctx.logarithm else fill(arriving, mask, 0)
         if weightless is not None:  # a slice that keeps nothing but -inf takes nothing in
             arriving = torch.where(weightless, 0, arriving)
+        dtype = result.dtype
+        if dtype in _HALVES:  # a sum of halves need not fit into a half
+            arriving, result = arriving.float(), result.float()
         if ctx.logarithm:
             gradient = arriving - result.exp() * arriving.sum(-1, keepdim=True)
         else:
             weighed = arriving * result
             gradient = weighed - result * weighed.sum(-1, keepdim=True)
-        return fill(gradient, mask, 0), None, None
+        return fill(gradient.to(dtype), mask, 0), None, None
