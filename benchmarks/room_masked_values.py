@@ -42,7 +42,7 @@ def rows(make, exclude, *, scipy_too=True, dim=-1):
             "torch.mode, excludes nothing": lambda: torch.mode(x, dim),
             "masked.mode": lambda: masked.mode(x, dim, exclude=exclude, empty=0),
             "masked.mode, excludes nothing": lambda: masked.mode(x, dim),
-            "limit: torch.mode of rows filled before": lambda: torch.mode(filled, dim),
+            "torch.mode of rows filled before": lambda: torch.mode(filled, dim),
         }
         if scipy_too:
             found["scipy, nan omitted"] = lambda: scipy.stats.mode(hidden, axis=dim, nan_policy="omit")
