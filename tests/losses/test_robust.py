@@ -215,6 +215,16 @@ def test_charbonnier_of_what_cannot_be_squared():
     assert torch.autograd.grad(loss.sum(), r)[0].tolist() == [2, -2]
 
 
+def test_limit_cauchy_and_barron_square_a_residual():
+    r = torch.tensor([1e20], requires_grad=True)
+    loss = losses.cauchy(r)
+    assert loss == INF
+    assert torch.autograd.grad(loss, r)[0] == 0
+    assert losses.barron(r).isnan()
+    for name in ("huber", "welsch", "geman_mcclure", "tukey", "charbonnier"):
+        assert getattr(losses, name)(r).isfinite()
+
+
 def test_wrong_arguments():
     r = torch.ones(3)
     with pytest.raises(gg.errors.ArgumentValueError, match=r"(?s)`scale` is the float 0.0.*scale=1.0"):
