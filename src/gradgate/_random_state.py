@@ -1,10 +1,10 @@
 """The random state of a process: python's, numpy's and torch's on every device in use, taken and put back.
 
-Taking it must be nearly free, because it happens in every step. torch gives its state in a few microseconds, but
+Taking it must be nearly free, because it happens in every step. torch clones a generator in a microsecond, but
 python's `random.getstate()` takes ten and numpy's forty, since they build objects for 624 numbers. In most programs
-few of them have moved since the last step. All three keep their numbers in one block of memory of which every draw
-changes a known part, so that part is looked at, and the state is taken only if it has changed. Where the block does
-not look as expected (checked once, against the official state), the state is taken each time.
+neither has moved since the last step. Both keep their numbers in one block of memory of which every draw changes a
+known part, so that part is looked at, and the state is taken only if it has changed. Where the block does not look as
+expected (checked once, against the official state), the state is taken each time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-
-from gradgate._torch_compat import draws_of
 
 __all__ = ["RandomState"]
 
@@ -34,7 +32,8 @@ class RandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._torch = _TorchState()
+        self._torch = torch.default_generator.clone_state()
+        self._taken: torch.Tensor | None = None
         self._python = _PythonState()
         self._numpy = _NumpyState()
         self._devices: list[tuple[Any, torch.device]] = []
@@ -48,7 +47,7 @@ class RandomState:
 
     def remember(self) -> None:
         """Take the state as it is now."""
-        self._torch.remember()
+        self._torch, self._taken = torch.default_generator.clone_state(), None
         self._python.remember()
         self._numpy.remember()
         if self._devices:
@@ -62,28 +61,11 @@ class RandomState:
 
     def restore_torch(self) -> None:
         """Put back torch's own part of it."""
-        self._torch.restore()
+        if self._taken is None:
+            self._taken = self._torch.get_state()
+        torch.default_generator.set_state(self._taken)
         for (module, device), state in zip(self._devices, self._of_devices, strict=True):
             module.set_rng_state(state, device)
-
-
-class _TorchState:
-    """The state of torch's generator of the CPU."""
-
-    def __init__(self) -> None:
-        self._owner = torch.default_generator
-        self._draws = draws_of(self._owner) or ()
-        self._state = self._owner.get_state()
-        self._mark = b""
-        self.remember()
-
-    def remember(self) -> None:
-        mark = b"".join(self._draws)
-        if mark != self._mark or not mark:
-            self._state, self._mark = self._owner.get_state(), mark
-
-    def restore(self) -> None:
-        self._owner.set_state(self._state)
 
 
 class _PythonState:

@@ -5,7 +5,6 @@ Each name says what it promises; where torch changes, this folder changes and no
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradgate._torch_compat._generators import draws_of
 from gradgate._torch_compat._graph import (
     apply_function,
     bound_apply,
@@ -83,7 +82,6 @@ __all__ = [
     "copy_on_write",
     "copy_tensors",
     "current_node",
-    "draws_of",
     "enter_mode",
     "find_non_finite",
     "function_class_of",
