@@ -1,8 +1,9 @@
 """The stop-watch: candidates interleaved round by round, and the median of the per-round ratios to the base.
 
-Machines are noisy, so nothing here is compared in seconds over time. In each round every candidate runs once, in
-turn; a round gives one ratio for each candidate; the median of those ratios is the result and their interquartile
-range is the noise. A row states its goal and is met, missed, or only told (no goal).
+Machines are noisy, so nothing here is compared in seconds over time. In each round every candidate has its turn: one
+call that is not timed, so that none pays for what the one before it left in the caches, and as many as it takes to be
+long against the clock. A round gives one ratio for each candidate; the median of those ratios is the result and their
+interquartile range is the noise. A row states its goal and is met, missed, or only told (no goal).
 """
 
 from __future__ import annotations
@@ -190,9 +191,9 @@ def _once(candidate: Candidate, repeat: int) -> float:
 
 
 def _repeats(candidate: Candidate) -> int:
-    """How often to call in one round, so that a round is long against the clock and short against the noise."""
-    if _once(candidate, 1) > 5e-2:  # a slow one; what it warmed up by then is nothing against that
-        return 1
+    """How often to call in one turn, so that it is long against the clock and short against the noise; 0 if slow."""
+    if _once(candidate, 1) > 5e-2:
+        return 0
     repeat = 1
     while repeat < 100_000:
         took = _once(candidate, repeat) * repeat
@@ -200,6 +201,13 @@ def _repeats(candidate: Candidate) -> int:
             break
         repeat = max(repeat * 2, int(repeat * 2.2e-3 / max(took, 1e-7)))
     return repeat
+
+
+def _turn(candidate: Candidate, repeat: int) -> float:
+    if repeat == 0:  # a slow one: what it warms up is nothing against the rest
+        return _once(candidate, 1)
+    candidate()
+    return _once(candidate, repeat)
 
 
 def race(row: Row) -> Result:
@@ -243,7 +251,7 @@ def _rounds(row: Row, candidates: dict[str, Candidate]) -> list[dict[str, float]
     try:
         start = time.perf_counter()
         while len(rounds) < row.rounds or (time.perf_counter() - start < row.seconds and len(rounds) < 400):
-            rounds.append({name: _once(candidate, repeats[name]) for name, candidate in candidates.items()})
+            rounds.append({name: _turn(candidate, repeats[name]) for name, candidate in candidates.items()})
             if time.perf_counter() - start > 5 * row.seconds and len(rounds) >= min(5, row.rounds - 2):
                 break
     finally:

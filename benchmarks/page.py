@@ -10,9 +10,10 @@ from benchmarks.record import Record
 
 ABOUT = """\
 A figure is the median over rounds of ours / base (or of base / ours where it says *faster*), all candidates
-interleaved in each round; *iqr*, the interquartile range of those ratios, is the noise. The field gives the ratio of
-every candidate to the base and its time per call. A *peer* does the same job; the others are the plain operation that
-leaves nothing out, a limit that nothing can beat, or ours in another way. Everything runs on one thread."""
+interleaved in each round, each after a call that is not timed; *iqr*, the interquartile range of those ratios, is the
+noise. The field gives the ratio of every candidate to the base and its time per call. A *peer* does the same job; the
+others are the plain operation that leaves nothing out, a limit that nothing can beat, or ours in another way.
+Everything runs on one thread."""
 
 FASTER = 1.05  # below this, a peer that is faster is noise
 
