@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["class_name", "describe", "listed", "nearest"]
+__all__ = ["class_name", "describe", "listed", "nearest", "text_of"]
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
@@ -71,6 +71,29 @@ def class_name(kind: type) -> str:
         ('ValueError', 'torch.nn.modules.linear.Linear')
     """
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def text_of(value: object, write: Callable[[object], str] = str) -> str:
+    """Write a value that somebody else made, whatever its class does when it is asked for a text.
+
+    Args:
+        value: The value, such as an exception.
+        write: How it is written: `str` or `repr`.
+
+    Returns:
+        Its text; where there is none to be had, the name of its class.
+
+    Examples:
+        >>> class Mute(Exception):
+        ...     def __str__(self):
+        ...         raise ValueError
+        >>> text_of(ValueError("too long")), text_of(Mute())[-28:]
+        ('too long', 'Mute without a readable text')
+    """
+    try:
+        return write(value)
+    except Exception:  # noqa: BLE001 - it is not the fault that is being told of
+        return f"a {class_name(type(value))} without a readable text"
 
 
 def listed(names: Sequence[object], limit: int = 6) -> str:

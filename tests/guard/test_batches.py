@@ -144,6 +144,15 @@ def test_another_batch_dimension():
     assert {key: tuple(value.shape) for key, value in taken.items()} == {"x": (2, 2, 3), "y": (2,), "h": (2, 7)}
 
 
+def test_another_batch_dimension_of_arrays_is_found_as_in_tensors():
+    reader = BatchReader(batch_dim=1)
+    batch = {"x": np.ones((2, 4, 3)), "y": np.arange(4), "h": np.arange(28).reshape(4, 7)}
+    assert reader.count(batch) == 4
+    taken = reader.select(batch, [1, 3], 4)
+    assert {key: value.shape for key, value in taken.items()} == {"x": (2, 2, 3), "y": (2,), "h": (2, 7)}
+    assert taken["h"][:, 0].tolist() == [7, 21]
+
+
 def test_channels_last_stays_as_indexing_leaves_it():
     x = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     taken = BatchReader().select(x, ROWS, 4)

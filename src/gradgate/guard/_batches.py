@@ -180,8 +180,8 @@ def select_rows(tree: Any, index: torch.Tensor, size: int, batch_dim: int) -> An
         index = index.to(tree.device)
         return tree.index_select(dim, index) if tree.is_contiguous() else tree[(slice(None),) * dim + (index,)]
     if is_array(tree):
-        fits = tree.ndim > 0 and tree.shape[min(batch_dim, tree.ndim - 1)] == size
-        return tree.take(index.numpy(), axis=min(batch_dim, tree.ndim - 1)) if fits else tree
+        dim = batch_dim_of(tree, size, batch_dim)
+        return tree if dim is None else tree.take(index.numpy(), axis=dim)
     if _is_shared(tree):
         return tree
     children = _children(tree)
@@ -213,10 +213,10 @@ def taking(tree: Any, size: int, batch_dim: int) -> Callable[[torch.Tensor], Any
     return lambda index: select_rows(tree, index, size, batch_dim)
 
 
-def batch_dim_of(tensor: torch.Tensor, size: int, batch_dim: int) -> int | None:
-    """Find the dimension of a tensor that the samples lie along, or None where it has none."""
+def batch_dim_of(tensor: Any, size: int, batch_dim: int) -> int | None:
+    """Find the dimension of a tensor or array that the samples lie along, or None where it has none."""
     for dim in (batch_dim, 0):
-        if tensor.dim() > dim and tensor.shape[dim] == size:
+        if tensor.ndim > dim and tensor.shape[dim] == size:
             return dim
     return None
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from gradgate._names import class_name
+from gradgate._names import class_name, text_of
 from gradgate._places import raising_line
 from gradgate._torch_compat import ModuleCall, innermost_call
 from gradgate.guard._places import raising_spot
@@ -77,7 +77,7 @@ class Fault:
     def message(self) -> str:
         """What the exception or the check said, in one text."""
         if self.error is not None:
-            return str(self.error)
+            return text_of(self.error)
         return f"{self.cause}: {self.loss}" if self.cause == "non-finite loss" else self.cause
 
     @property
@@ -97,4 +97,4 @@ def must_pass(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception) or isinstance(error, FATAL):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in FATAL_TEXTS)
+    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in FATAL_TEXTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -236,7 +237,8 @@ def raise_as_it_is(fault: Fault, size: int, evidence: str) -> NoReturn:
         fix="loss_fn(batch)   # must use the batch that it is given: the guard calls it with parts of yours",
     )
     told.__cause__ = fault.error.__cause__
-    fault.error.add_note(f"gradgate: {evidence}; no sample was dropped, and everything is as before the step.")
+    with suppress(Exception):  # a class may let nobody set an attribute; the evidence stands behind it all the same
+        fault.error.add_note(f"gradgate: {evidence}; no sample was dropped, and everything is as before the step.")
     raise fault.error from told
 
 

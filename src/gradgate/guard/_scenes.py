@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradgate._names import text_of
 from gradgate._torch_compat import ModuleCall, write_mark
 from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, taking
 from gradgate.guard._faults import Fault, must_pass
@@ -153,7 +154,7 @@ class Scenes:
                     raise
                 if type(error) is not type(fault.error) or raising_spot(error.__traceback__) != fault.spot:
                     return Verdict.OTHER
-                self._note(rows, str(error))
+                self._note(rows, text_of(error))
                 return Verdict.SAME
             return Verdict.PASSES
 

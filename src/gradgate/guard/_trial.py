@@ -102,7 +102,7 @@ class _Catching:
         """
         for fault in self._faults:
             if fault.error is not None and fault not in but:
-                fault.error.__traceback__ = None
+                fault.error.with_traceback(None)  # also where the class lets nobody set an attribute
         self._faults.clear()
 
     def _fault(self, error: BaseException, stage: Stage | None = None) -> Fault:

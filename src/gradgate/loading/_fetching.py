@@ -56,7 +56,13 @@ class FetchingDataset(Around, Dataset[Any]):
             if not isinstance(samples, BadSample):
                 # It may give fewer or more; then nobody can say which is which, and the batch is what it gave.
                 return Fetched(indices if len(samples) == len(indices) else [None] * len(samples), samples)
-        return Fetched(indices, attempt_all(self._dataset.__getitem__, indices, self._catch))
+        return Fetched(indices, attempt_all(self._load, indices, self._catch))
+
+    def _load(self, index: Any) -> Any:
+        dataset = self._dataset
+        if getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__ and hasattr(dataset, "__getitems__"):
+            return next(iter(dataset.__getitems__([index])))  # it knows only how to load several
+        return dataset[index]
 
 
 class FetchingStream(Around, IterableDataset[Any]):

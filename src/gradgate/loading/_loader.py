@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -189,7 +190,8 @@ class _Tally:
         )
         if first.exception is None:
             raise evidence
-        first.exception.add_note(first.incident.details["traceback"])
+        with suppress(Exception):  # a class may let nobody set an attribute; the evidence has its place and text
+            first.exception.add_note(first.incident.details["traceback"])
         raise first.exception from evidence
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from gradgate._names import class_name
+from gradgate._names import class_name, text_of
 from gradgate._places import raising_line
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Incident
@@ -131,11 +131,11 @@ def mark(error: Exception, index: Any, cause: str = "exception", **details: Any)
         stage="load",
         cause=cause,
         exception_type=class_name(kind),
-        message=str(error),
+        message=text_of(error),
         where=raising_line(error.__traceback__),
         details={
             "traceback": "".join(traceback.format_exception(error)),
-            "arguments": [repr(argument) for argument in error.args],
+            "arguments": [text_of(argument, repr) for argument in error.args],
             **({} if worker is None else {"worker": worker.id}),
             **details,
         },

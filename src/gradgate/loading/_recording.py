@@ -75,7 +75,7 @@ class Recorder:
             )
         for marker in bad:
             if marker.exception is not None:
-                marker.exception.__traceback__ = None  # it holds the frames, and with them the samples of the batch
+                marker.exception.with_traceback(None)  # it holds the frames, and with them the samples of the batch
         self._incidents += incidents
         if self._sink is not None and incidents:
             self._sink.record_many(incidents)

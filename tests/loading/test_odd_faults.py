@@ -1,0 +1,62 @@
+"""Exceptions that cannot be printed or written to, and datasets that only load several samples at once."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import gradgate as gg
+from tests.loading.broken import Numbers
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sealed(Exception):
+    reason: str = "sealed"
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise KeyError("text")
+
+
+ERRORS = [Mute(), Sealed(), ValueError(Unspeakable())]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_exception_that_cannot_be_printed_or_written_to_costs_one_sample(error, workers):
+    loader = gg.resilient(DataLoader(Numbers(4, {2}, error), batch_size=4, num_workers=workers))
+    assert [batch.tolist() for batch in loader] == [[0, 1, 3]]
+    (incident,) = loader.incidents
+    assert incident.exception_type.endswith(type(error).__name__)
+    if type(error) is not Sealed:
+        assert incident.message.endswith(f"{type(error).__name__} without a readable text")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_it_is_raised_as_it_is_where_every_sample_fails(error):
+    with pytest.raises(type(error)) as caught:
+        next(iter(gg.resilient(DataLoader(Numbers(4, range(4), error), batch_size=4))))
+    assert "none of the 4 samples could be loaded" in str(caught.value.__cause__)
+
+
+class OnlyTogether(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, indices):
+        if 5 in indices:
+            raise OSError("truncated")
+        return [torch.tensor(index) for index in indices]
+
+
+def test_a_dataset_that_only_loads_several_blames_only_the_bad_one():
+    loader = gg.resilient(DataLoader(OnlyTogether(), batch_size=4))
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 6, 7]]
+    assert [(incident.sample_id, incident.message) for incident in loader.incidents] == [("5", "truncated")]
