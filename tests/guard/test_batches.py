@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import types
 import warnings
 
 import numpy as np
@@ -255,3 +256,68 @@ def test_items_that_do_not_give_what_was_asked_for():
 
     with pytest.raises(gg.GradgateError, match=r"taking 2 rows of .* gave 5 items"):
         BatchReader().select((Columns([1, 2, 3, 4]), Y), [0, 1], 4)
+
+
+def pop_from_a_mapping(batch):
+    y = batch.pop("y")
+    return batch["x"], y
+
+
+def overwrite_in_a_mapping(batch):
+    batch["x"] = batch["x"] * 2
+    return batch["x"], batch["y"]
+
+
+def overwrite_in_a_nested_list(batch):
+    batch[0][0] = batch[0][0] * 2
+    return batch[0][0], batch[1]
+
+
+def overwrite_in_a_dataclass(batch):
+    batch.x = batch.x * 2
+    return batch.x, batch.x.sum(1)
+
+
+REBINDING = {
+    "pop": (pop_from_a_mapping, lambda x, y: {"x": x, "y": y}),
+    "pop from a mapping": (pop_from_a_mapping, lambda x, y: collections.UserDict(x=x, y=y)),
+    "overwrite": (overwrite_in_a_mapping, lambda x, y: {"x": x, "y": y}),
+    "overwrite in a nested list": (overwrite_in_a_nested_list, lambda x, y: ([x], y)),
+    "overwrite in a dataclass": (overwrite_in_a_dataclass, lambda x, y: Mutable(x)),
+}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("how", REBINDING)
+def test_a_loss_that_rebinds_what_is_in_its_batch_is_tried_with_the_batch_as_it_was(how, raises):
+    rebind, make = REBINDING[how]
+    model, reference = nn.Linear(3, 1), nn.Linear(3, 1)
+    reference.load_state_dict(model.state_dict())
+
+    def loss_of(model, batch):
+        x, y = rebind(batch)
+        if raises and bool(x.isnan().any()):
+            raise ValueError("nan")
+        return (model(x)[:, 0] - y).square().mean()
+
+    good, y = torch.randn(8, 3), torch.randn(8)
+    x = torch.where(torch.arange(8)[:, None] == 3, float("nan"), good)
+    rows = [0, 1, 2, 4, 5, 6, 7]
+    step = gg.Guard(model).step(make(x, y), lambda batch: loss_of(model, batch))
+    loss_of(reference, make(x[rows], y[rows])).backward()
+    assert step.kept == rows
+    assert torch.equal(model.weight.grad, reference.weight.grad)
+
+
+def test_a_mapping_that_cannot_be_changed():
+    batch = types.MappingProxyType({"x": X, "y": Y})
+    assert BatchReader().select(batch, ROWS, 4)["y"].tolist() == ROWS
+
+
+def test_a_batch_that_cannot_be_copied_is_used_as_it_is():
+    class Sealed(collections.UserDict):
+        def __copy__(self):
+            raise TypeError("no copies")
+
+    model = nn.Linear(3, 1)
+    assert gg.Guard(model).step(Sealed(x=X), lambda batch: model(batch["x"]).mean()).kept == [0, 1, 2, 3]

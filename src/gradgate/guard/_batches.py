@@ -8,13 +8,10 @@ on one number of samples, and what cannot agree is refused.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -22,8 +19,9 @@ from torch.nn.utils.rnn import PackedSequence
 from gradgate._names import describe, listed
 from gradgate._torch_compat import write_counts
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.guard._trees import children_of, is_array, is_record, is_shared, leaves_of, rebuilt
 
-__all__ = ["BatchReader", "Ids", "Rows", "Select", "batch_dim_of", "index_of", "is_array", "select_rows", "taking"]
+__all__ = ["BatchReader", "Ids", "Rows", "Select", "batch_dim_of", "index_of", "select_rows", "taking"]
 
 Rows = Sequence[int]
 Ids = Sequence[Any] | torch.Tensor
@@ -89,12 +87,12 @@ class BatchReader:
 
     def writes(self, batch: Any) -> int:
         """Count the writes into the tensors of a batch that autograd has seen so far."""
-        return write_counts(leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
+        return write_counts(leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
         """List the tensors of a batch that take a gradient themselves."""
         kind = type(batch)
-        parts = batch if kind is tuple or kind is list else (batch,) if kind is torch.Tensor else _leaves(batch)
+        parts = batch if kind is tuple or kind is list else (batch,) if kind is torch.Tensor else leaves_of(batch)
         found = [part for part in parts if isinstance(part, torch.Tensor) and part.requires_grad]
         return [tensor for tensor in found if tensor.is_leaf]
 
@@ -182,14 +180,14 @@ def select_rows(tree: Any, index: torch.Tensor, size: int, batch_dim: int) -> An
     if is_array(tree):
         dim = batch_dim_of(tree, size, batch_dim)
         return tree if dim is None else tree.take(index.numpy(), axis=dim)
-    if _is_shared(tree):
+    if is_shared(tree):
         return tree
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         return _items(tree, index.tolist()) if len(tree) == size else tree
-    if isinstance(tree, list | tuple) and not _is_record(tree) and _as_samples(tree, size, batch_dim):
+    if isinstance(tree, list | tuple) and not is_record(tree) and _as_samples(tree, size, batch_dim):
         return type(tree)([tree[row] for row in index.tolist()])
-    return _rebuilt(tree, {key: select_rows(child, index, size, batch_dim) for key, child in children.items()})
+    return rebuilt(tree, {key: select_rows(child, index, size, batch_dim) for key, child in children.items()})
 
 
 def taking(tree: Any, size: int, batch_dim: int) -> Callable[[torch.Tensor], Any]:
@@ -219,63 +217,6 @@ def batch_dim_of(tensor: Any, size: int, batch_dim: int) -> int | None:
         if tensor.ndim > dim and tensor.shape[dim] == size:
             return dim
     return None
-
-
-def is_array(value: object) -> TypeGuard[Any]:
-    """Tell whether a value is a numpy array, without importing numpy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _is_shared(value: object) -> bool:
-    """Tell whether a leaf belongs to all samples: it cannot be cut into samples at all."""
-    return value is None or isinstance(value, str | bytes | int | float | complex) or not _can_be_indexed(value)
-
-
-def _can_be_indexed(value: object) -> bool:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return True
-    return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
-
-
-def _is_record(value: object) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
-def _children(tree: Any) -> dict[Any, Any] | None:
-    """Give the parts of a container by key, or None for an object that is only known by its items."""
-    if isinstance(tree, Mapping):
-        return {key: tree[key] for key in tree}
-    if _is_record(tree):
-        return dict(zip(tree._fields, tree, strict=True))
-    if isinstance(tree, list | tuple):
-        return dict(enumerate(tree))
-    if dataclasses.is_dataclass(tree):
-        return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-    return None
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    children = None if _is_shared(tree) or isinstance(tree, torch.Tensor) or is_array(tree) else _children(tree)
-    if children is None:
-        yield tree
-    else:
-        for child in children.values():
-            yield from _leaves(child)
-
-
-def _rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
-    if _is_record(tree):
-        return tree._replace(**children)
-    if isinstance(tree, list | tuple):
-        return type(tree)(children.values())
-    changed = copy.copy(tree)
-    for key, child in children.items():
-        if isinstance(tree, Mapping):
-            changed[key] = child
-        else:
-            object.__setattr__(changed, key, child)  # a frozen dataclass, too
-    return changed
 
 
 def _items(tree: Any, rows: list[int]) -> Any:
@@ -313,13 +254,13 @@ def _sizes(tree: Any, batch_dim: int) -> list[int] | None:
     if isinstance(tree, torch.Tensor) or is_array(tree):
         shape = tuple(tree.shape)
         return list(dict.fromkeys(shape[dim] for dim in (batch_dim, 0) if dim < len(shape))) or None
-    if _is_shared(tree):
+    if is_shared(tree):
         return None
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         return [len(tree)]
     fields = _common(children.values(), batch_dim)
-    if isinstance(tree, list | tuple) and not _is_record(tree):
+    if isinstance(tree, list | tuple) and not is_record(tree):
         return list(dict.fromkeys([*(fields or []), len(tree)])) if tree else None
     return fields
 
@@ -336,7 +277,7 @@ def _common(parts: Iterable[Any], batch_dim: int) -> list[int] | None:
 
 def _only_by_length(tree: Any, batch_dim: int) -> bool:
     """Tell whether a list of tensors is a batch only if each of them is a sample: more likely, they do not fit."""
-    if not isinstance(tree, list | tuple) or _is_record(tree):
+    if not isinstance(tree, list | tuple) or is_record(tree):
         return False
     tensors = any(isinstance(part, torch.Tensor) or is_array(part) for part in tree)
     return tensors and _common(tree, batch_dim) == []
@@ -344,7 +285,7 @@ def _only_by_length(tree: Any, batch_dim: int) -> bool:
 
 def _leaf_sizes(tree: Any, batch_dim: int, path: str) -> list[tuple[str, int]]:
     """List the sizes that the parts of a tree ask for, with their paths, for a message."""
-    children = None if _is_shared(tree) or is_array(tree) or isinstance(tree, torch.Tensor) else _children(tree)
+    children = None if is_shared(tree) or is_array(tree) or isinstance(tree, torch.Tensor) else children_of(tree)
     if children is None:
         sizes = _sizes(tree, batch_dim)
         return [(path, sizes[0])] if sizes else []

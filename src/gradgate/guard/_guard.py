@@ -24,6 +24,7 @@ from gradgate.guard._result import Step, Summary
 from gradgate.guard._shared_step import SharedStep
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tally import Tally
+from gradgate.guard._trees import with_own_containers
 from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
 from gradgate.guard._turns import batches_in_turn
 from gradgate.ledger import Ledger
@@ -270,10 +271,12 @@ class Guard:
         self, trial: Trial, batch: Any, size: int, writes: int, ids: Ids | None
     ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
         """Make a try, and recover from its fault; whatever is raised, everything is as before."""
+        untouched = with_own_containers(batch)
         try:
             outcome = trial.run(batch, size)
             if outcome.fault is None:
                 return outcome, None, ()
+            batch = untouched
             if self._reader.writes(batch) != writes:
                 raise_as_it_is(outcome.fault, size, "the batch was written to in place, so nothing can be tried again")
             recovered, incidents = self._recover(trial, outcome, batch, size, ids)

@@ -15,6 +15,7 @@ from gradgate.guard._faults import Fault
 from gradgate.guard._localise import Blame, Localisation, localise
 from gradgate.guard._scenes import Scenes
 from gradgate.guard._state import TrainingState
+from gradgate.guard._trees import with_own_containers
 from gradgate.guard._trial import Outcome, Trial
 
 __all__ = ["Dropped", "Recovered", "Recovery", "raise_as_it_is"]
@@ -146,7 +147,9 @@ class Recovery:
             fault = outcome.fault
 
     def _rows(self, rows: list[int]) -> Any:
-        return self.batch if len(rows) == self.size else self.reader.select(self.batch, rows, self.size)
+        if len(rows) == self.size:
+            return with_own_containers(self.batch)
+        return self.reader.select(self.batch, rows, self.size)
 
     def _try(self, rows: list[int]) -> Outcome:
         self.state.restore()

@@ -23,6 +23,7 @@ from gradgate.guard._places import raising_spot
 from gradgate.guard._search import Group, Test, Verdict
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tape import Tape
+from gradgate.guard._trees import with_own_containers
 from gradgate.guard._trial import Outcome, Trial
 
 __all__ = ["Scenes", "has_rows", "untouched"]
@@ -47,7 +48,7 @@ class Scenes:
     ) -> None:
         self.trial = trial
         self.state = state
-        self.batch = batch
+        self._batch = batch
         self.size = size
         self.batch_dim = reader.batch_dim
         self.recording = False
@@ -55,6 +56,11 @@ class Scenes:
         self._reader = reader
         self._ambient = torch.is_grad_enabled()
         self.eager = eager
+
+    @property
+    def batch(self) -> Any:
+        """The batch, in containers that the user's code may do with as it likes."""
+        return with_own_containers(self._batch)
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
@@ -79,7 +85,7 @@ class Scenes:
 
     def whole(self, fault: Fault) -> Test:
         """Test rows of the batch with the user's whole function, and backward where the fault showed there."""
-        walks_back, take = fault.stage == "backward", self._reader.taking(self.batch, self.size)
+        walks_back, take = fault.stage == "backward", self._reader.taking(self._batch, self.size)
 
         def test(rows: Group) -> Verdict:
             batch = take(rows, index_of(rows))
@@ -92,7 +98,7 @@ class Scenes:
     @contextmanager
     def around(self, fault: Fault, tape: Tape) -> Iterator[Test]:
         """Test rows with the user's function while its outermost modules answer from a tape."""
-        take = self._reader.taking(self.batch, self.size)
+        take = self._reader.taking(self._batch, self.size)
 
         def test(rows: Group) -> Verdict:
             index = index_of(rows)
@@ -111,7 +117,7 @@ class Scenes:
     @contextmanager
     def around_and_back(self, tape: Tape) -> Iterator[Test]:
         """The same for gradients: those that the loss sends back to what the modules answered."""
-        take = self._reader.taking(self.batch, self.size)
+        take = self._reader.taking(self._batch, self.size)
 
         def test(rows: Group) -> Verdict:
             index, leaves = index_of(rows), list[torch.Tensor]()

@@ -21,6 +21,7 @@ from gradgate.guard._judging import refuse_row, refuse_share, refused
 from gradgate.guard._recovery import Dropped, Recovered, raise_as_it_is
 from gradgate.guard._result import Step
 from gradgate.guard._shares import Share, Totals
+from gradgate.guard._trees import with_own_containers
 from gradgate.guard._trial import LossTrial, Outcome, Scaler
 from gradgate.records import Incident
 
@@ -105,9 +106,11 @@ class SharedStep:
             trial = LossTrial(loss_fn, state, self._agreement.check(guard._check), guard._catch, scaler)
             trial.before_backward = self._before_backward
             writes = guard._reader.writes(self._batch)
+            untouched = with_own_containers(self._batch)
             self._outcome = trial.run(self._batch, self._size)
             trial.before_backward = None
             if self._outcome.fault is not None:
+                self._batch = untouched
                 self._search(trial, self._outcome.fault, writes)
         except torch.AcceleratorError:
             raise  # nothing more can be sent from here
