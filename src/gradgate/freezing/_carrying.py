@@ -43,7 +43,7 @@ class Watcher:
     def after_evaluation(self, parameter: torch.Tensor) -> None:
         """Look at the parameter after the closure."""
 
-    def after_step(self, parameter: torch.Tensor) -> None:
+    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Look at the parameter after the step."""
 
 

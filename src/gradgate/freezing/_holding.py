@@ -8,6 +8,7 @@ accumulated, and their values are written back after every step.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class Hold(Watcher):
         self._hook: RemovableHandle | None = None
         self._kept: torch.Tensor | None = None
         self._seen: tuple[Any, ...] = ()
-        self._stepping = False
+        # Whose step has begun and not ended: a weak reference.
+        self._stepping: Callable[[], torch.optim.Optimizer | None] | None = None
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +98,7 @@ class Hold(Watcher):
                 self._hook.remove()
             detach(parameter, HOLD)
             return
-        self._kept, self._stepping = None, False
+        self._kept, self._stepping = None, None
         self._met.clear()
         if self.freezes:
             self._region = Everything(parameter.numel())
@@ -142,6 +144,8 @@ class Hold(Watcher):
         if self.freezes:
             parameter.grad = None
             if skips_missing_gradients(type(optimizer)):
+                if self._stepping is None:
+                    self._kept = None  # of an earlier step: what was loaded since then would be undone
                 return
         elif self._hook is None:  # the gradient did not come from a backward that we could listen to
             self._listen(parameter)
@@ -149,7 +153,7 @@ class Hold(Watcher):
         if optimizer not in self._met:
             self._met.add(optimizer)
             self._quiet(parameter, optimizer)
-        self._keep(parameter)
+        self._keep(parameter, optimizer)
 
     def before_evaluation(self, parameter: torch.Tensor) -> None:
         """Show the closure the frozen values, whatever the step has done so far."""
@@ -160,22 +164,26 @@ class Hold(Watcher):
         if self.freezes:
             parameter.grad = None
 
-    def after_step(self, parameter: torch.Tensor) -> None:
-        """Put the frozen values back."""
-        if self._stepping:
-            self._restore(parameter)
-            self._seen, self._stepping = _mark(parameter), False
+    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Put the frozen values back; so too when a step ends in which others began and ended (`super().step()`)."""
+        if self._kept is None:
+            return
+        self._restore(parameter)
+        self._seen = _mark(parameter)
+        if self._stepping is not None and self._stepping() is optimizer:
+            self._stepping = None
 
-    def _keep(self, parameter: torch.Tensor) -> None:
+    def _keep(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         assert self._region is not None
-        if self._stepping:  # the last step was broken off by an exception
+        if self._stepping is not None:  # a step inside another one, or the last one was broken off by an exception
             self._restore(parameter)
         elif self._kept is None or self._seen != _mark(parameter):  # the first step, or new values were loaded
             self._kept = self._region.read(parameter.detach())
-        self._stepping = True
+        if self._stepping is None or self._stepping() is None:
+            self._stepping = weakref.ref(optimizer)
 
     def _restore(self, parameter: torch.Tensor) -> None:
-        if self._stepping and self._region is not None and self._kept is not None:
+        if self._region is not None and self._kept is not None:
             with torch.no_grad():
                 self._region.write(parameter.detach(), self._kept)
 

@@ -315,7 +315,7 @@ class _Mirror(Watcher):
     def awake(self, parameter: torch.Tensor) -> None:
         watch_steps()
 
-    def after_step(self, parameter: torch.Tensor) -> None:
+    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         self.rows = self.rows.to(parameter.device)
         with torch.no_grad():
             self.table.index_copy_(0, self.rows, parameter.to(self.table.dtype))

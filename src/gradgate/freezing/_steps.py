@@ -56,25 +56,32 @@ def _before_step(
         watcher.before_step(parameter, optimizer)
     # Arguments are (optimizer, closure) or the closure comes by name; a step may go without.
     if len(args) > 1 and callable(args[1]):
-        return (args[0], _guarded(args[1], held), *args[2:]), kwargs
+        return (args[0], _guarded(args[1], held, optimizer), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _guarded(kwargs["closure"], held)}
+        return args, {**kwargs, "closure": _guarded(kwargs["closure"], held, optimizer)}
     return None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for parameter, watcher in sorted(_held(optimizer), key=lambda pair: pair[1].late):
-        watcher.after_step(parameter)
+        watcher.after_step(parameter, optimizer)
 
 
-def _guarded(closure: Callable[[], Any], held: list[tuple[torch.Tensor, Watcher]]) -> Callable[[], Any]:
+def _guarded(
+    closure: Callable[[], Any], held: list[tuple[torch.Tensor, Watcher]], optimizer: torch.optim.Optimizer
+) -> Callable[[], Any]:
     """Let the closure see held values as they are held, also in the middle of a step (line searches)."""
 
     def guarded() -> Any:
         for parameter, watcher in held:
             watcher.before_evaluation(parameter)
-        result = closure()
+        try:
+            result = closure()
+        except BaseException:  # the step ends here, and what is loaded before the next one is meant
+            for parameter, watcher in held:
+                watcher.after_step(parameter, optimizer)
+            raise
         for parameter, watcher in held:
             watcher.after_evaluation(parameter)
         return result
