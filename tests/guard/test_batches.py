@@ -249,6 +249,12 @@ def test_ids_of_the_wrong_length():
         gg.Guard(nn.Linear(3, 1)).step(X, lambda x: x.mean(), ids=["a", "b", "c"])
 
 
+@pytest.mark.parametrize("ids", [iter("abcd"), {"a", "b", "c", "d"}, 4])
+def test_ids_that_cannot_be_looked_up(ids):
+    with pytest.raises(gg.GradgateError, match=r"`ids` is the \w+ (?s:.*)one name for each row(?s:.*)ids=list"):
+        gg.Guard(nn.Linear(3, 1)).step(X, lambda x: x.mean(), ids=ids)
+
+
 def test_items_that_do_not_give_what_was_asked_for():
     class Columns(Table):
         def __getitem__(self, key):

@@ -42,6 +42,15 @@ def test_batchnorm_in_training_does_not_spread_a_bad_row():
     assert int(model[1].num_batches_tracked) == 1
 
 
+def test_a_default_device_that_is_not_the_models():
+    x = torch.randn(8, 3)
+    x[2] = float("nan")
+    with torch.device("meta"):
+        out, keep = gg.Guard(nn.Identity()).forward(lambda x: x * 2, x)
+    assert keep.device.type == out.device.type == "cpu"
+    assert keep.tolist() == [True, True, False, True, True, True, True, True]
+
+
 def test_an_exception_fills_the_row():
     def function(x):
         if bool((x > 1e3).any()):

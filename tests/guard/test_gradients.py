@@ -37,6 +37,29 @@ def test_only_the_bad_samples_of_the_bad_micro_batch_vanish(bad_at, set_to_none)
     assert all(map(torch.equal, model.buffers(), twin.buffers()))
 
 
+@pytest.mark.parametrize("way", ["step", "forward"])
+def test_a_guard_inside_its_own_step_is_refused_and_no_gradient_is_lost(way):
+    model = nn.Linear(3, 1)
+    guard = gg.Guard(model)
+    x = torch.randn(8, 3)
+    guard.step(x, lambda x: model(x).mean())
+    earlier, before = model.weight.grad, model.weight.grad.clone()
+
+    def loss_fn(x):
+        if way == "step":
+            guard.step(x, lambda x: model(x).mean())
+        else:
+            guard.forward(model, x)
+        return model(x).mean()
+
+    with pytest.raises(gg.GradgateError, match="used inside one of its own steps"):
+        guard.step(x, loss_fn)
+    assert model.weight.grad is earlier
+    assert torch.equal(earlier, before)
+    guard.step(x, lambda x: model(x).mean())
+    torch.testing.assert_close(model.weight.grad, 2 * before)
+
+
 def test_the_gradient_stays_the_same_object():
     model = nn.Linear(2, 1)
     model.zero_grad()

@@ -47,6 +47,12 @@ class BatchReader:
 
     def read(self, batch: Any, ids: Ids | None = None) -> tuple[int, int, Sequence[torch.Tensor]]:
         """Give what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
+        if ids is not None and not (hasattr(ids, "__len__") and hasattr(ids, "__getitem__")):
+            raise ArgumentTypeError(
+                f"Guard.step(): `ids` is {describe(ids)}.",
+                why="it has one name for each row, to be looked up by the number of the row.",
+                fix="guard.step(batch, loss_fn, ids=list(ids))",
+            )
         plain = self._plain(batch) if self._count is None and self._select is None else None
         if plain is None or (ids is not None and len(ids) != plain[0]):
             return self.count(batch, ids), self.writes(batch), self.leaves(batch)
@@ -154,7 +160,7 @@ class BatchReader:
 def index_of(rows: Rows) -> torch.Tensor:
     """Make an index tensor of row numbers; through a buffer, twenty times faster than `torch.tensor(list)`."""
     if not rows:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(array("q", rows), dtype=torch.int64)
 
 

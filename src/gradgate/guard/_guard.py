@@ -19,6 +19,7 @@ from gradgate.guard._batches import BatchReader, Ids, Select, batch_dim_of, inde
 from gradgate.guard._company import agreement_of, unwrapped
 from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
 from gradgate.guard._judging import refuse_row, refuse_share, refused
+from gradgate.guard._one_at_a_time import OneAtATime
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
 from gradgate.guard._result import Step, Summary
 from gradgate.guard._shared_step import SharedStep
@@ -119,6 +120,7 @@ class Guard:
         self._reader = BatchReader(batch_dim, select, count)
         self._check = FiniteCheck()
         self._tally = Tally()
+        self._one_at_a_time = OneAtATime()
         self._first = True
         self._wishes: Wishes | None = None
         self._more = False
@@ -163,9 +165,10 @@ class Guard:
         trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler)
         if self._first:
             trial.before_backward = self._look_around
-        self._state.remember(guests)
-        outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
-        self._state.add_earlier_gradients()
+        with self._one_at_a_time:
+            self._state.remember(guests)
+            outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
+            self._state.add_earlier_gradients()
         if recovered is None:
             self._tally.add_step(size, bad=False)
             return Step(outcome.value, outcome.per_sample, range(size))
@@ -203,8 +206,10 @@ class Guard:
         size, writes, guests = self._reader.read(batch, ids)
         trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
         if isinstance(self._agreement, Alone):
-            self._state.remember(guests)
-            outcome, recovered, _ = self._guarded(trial, batch, size, writes, ids)
+            with self._one_at_a_time:
+                self._state.remember(guests)
+                outcome, recovered, _ = self._guarded(trial, batch, size, writes, ids)
+                self._state.add_earlier_gradients()
         else:
             if self._closed is not None:
                 self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
@@ -212,13 +217,13 @@ class Guard:
             with self._agreement.apart(training=False):
                 self._state.remember(guests)
                 outcome, recovered, _ = self._guarded(trial, batch, size, writes, ids)
-        self._state.add_earlier_gradients()
+            self._state.add_earlier_gradients()
         leaves, form = tree_flatten(outcome.value)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if recovered is None:
             return outcome.value, torch.ones(size, dtype=torch.bool, device=device)
         index = index_of(recovered.kept)
-        keep = torch.zeros(size, dtype=torch.bool).index_fill(0, index, True).to(device)
+        keep = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)
         filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]
         return tree_unflatten(filled, form), keep
 
@@ -271,8 +276,8 @@ class Guard:
         self, trial: Trial, batch: Any, size: int, writes: int, ids: Ids | None
     ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
         """Make a try, and recover from its fault; whatever is raised, everything is as before."""
-        untouched = with_own_containers(batch)
         try:
+            untouched = with_own_containers(batch)
             outcome = trial.run(batch, size)
             if outcome.fault is None:
                 return outcome, None, ()
