@@ -93,3 +93,16 @@ def test_errors_go_to_stderr(tmp_path):
     done = run(*GRADGATE, "ledger", "list", str(tmp_path / "nothing"))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: there is no ledger")
+
+
+def test_a_closed_output_is_no_fault(path):
+    for command in (f"ledger list '{path}'", f"ledger export '{path}' -", "--help"):
+        done = run("bash", "-c", f"'{sys.executable}' -m gradgate {command} >&-")
+        assert (done.returncode, done.stderr) == (0, ""), command
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk without room is simulated by Linux only")
+def test_a_full_disk_is_told_without_a_traceback(path):
+    done = run("bash", "-c", f"'{sys.executable}' -m gradgate ledger list '{path}' --limit 2000 > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == "Error: [Errno 28] No space left on device\n"

@@ -1,6 +1,7 @@
 """`gradgate doctor SCRIPT`: the user's own script, unchanged."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +198,38 @@ def test_wrong_arguments(tmp_path):
     assert run(tmp_path / "nothing.py").exit_code == 2
     assert run("--fail-on", "always", write(tmp_path, CUT)).exit_code == 2
     assert "SCRIPT" in run("--help").output
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_where_to_write_is_known_before_the_script_runs(tmp_path, option):
+    done = run(option, tmp_path / "nowhere" / "page", write(tmp_path, HEALTHY))
+    assert done.exit_code == 2
+    assert f"there is no folder {tmp_path / 'nowhere'}" in done.output
+    assert "arguments" not in done.output  # it was not run
+    (tmp_path / "elsewhere").mkdir()
+    leaves = write(tmp_path, f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\n{HEALTHY}")
+    done = subprocess.run(
+        [sys.executable, "-m", "gradgate", "doctor", option, "page", str(leaves)],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_script_that_this_terminal_could_not_show(tmp_path, encoding):
+    path = tmp_path / "train.py"
+    path.write_text(f"# -*- coding: {encoding} -*-\n{CUT}\nname = 'Bär'\nassert len(name) == 3\n", encoding=encoding)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradgate", "doctor", str(path)],
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"error GG101" in done.stdout
 
 
 def test_the_module_name_is_the_scripts(tmp_path):

@@ -7,6 +7,8 @@ another one did.
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
 import sys
 from importlib import import_module
@@ -50,6 +52,10 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except GradgateError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # `| head` has seen enough; click ends in silence.
+                raise
+            raise click.ClickException(str(error)) from error
 
 
 def _show_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -82,6 +88,8 @@ def main() -> None:
 
     Example: gradgate report run.ledger -o report.html
     """
+    if sys.stdout is None:  # Closed by whoever started us (`>&-`).
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # Names of samples may hold what this terminal cannot show.
             stream.reconfigure(errors="backslashreplace")

@@ -11,10 +11,23 @@ __all__ = ["doctor"]
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+def _in_a_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse what cannot be written before the script runs for hours, which may also go to another folder."""
+    if path is None:
+        return None
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}.")
+    return path.absolute()
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--trace", "whole", is_flag=True, help="Trace every step, not only the first ones and a bad one.")
-@click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write the diagnosis as JSON.")
-@click.option("--html", "html_path", type=_FILE, metavar="FILE", help="Write the diagnosis as a page.")
+@click.option(
+    "--json", "json_path", type=_FILE, callback=_in_a_folder, metavar="FILE", help="Write the diagnosis as JSON."
+)
+@click.option(
+    "--html", "html_path", type=_FILE, callback=_in_a_folder, metavar="FILE", help="Write the diagnosis as a page."
+)
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning", "info", "never"]),
@@ -48,10 +61,10 @@ def doctor(
     from gradgate.doctor import examine_script
 
     report = examine_script(script, args, whole=whole, from_step=from_step)
+    Console(highlight=False, soft_wrap=True).print(report.diagnosis)
     if json_path is not None:
         json_path.write_text(report.diagnosis.to_json(), encoding="utf-8")
     if html_path is not None:
         report.diagnosis.to_html(html_path)
-    Console(highlight=False, soft_wrap=True).print(report.diagnosis)
     failed = fail_on != "never" and bool(report.diagnosis.at_least(fail_on))
     ctx.exit(report.exit_code or int(failed))

@@ -75,7 +75,7 @@ class _Run:
         self.main = types.ModuleType("__main__")
         self.tracing = Tracing(None, [self.main.__dict__], (str(path),))
         self.tracing.after_step = self._after_traced_step
-        self.tracing.without_saves = any(word in path.read_text() for word in ("torch.func", "functorch"))
+        self.tracing.without_saves = any(word in path.read_bytes() for word in (b"torch.func", b"functorch"))
 
     def run(self, args: Sequence[str]) -> tuple[int, BaseException | None]:
         """Run the script to its end; give its exit code and what it raised."""
@@ -208,7 +208,7 @@ def _again(path: Path, args: Sequence[str], step: int, raised: BaseException | N
             env=dict(os.environ),
             check=False,
         )
-        told = json.loads(report.read_text()) if report.exists() else Diagnosis().to_dict()
+        told = json.loads(report.read_text(encoding="utf-8")) if report.exists() else Diagnosis().to_dict()
     findings = tuple(
         Finding(**{**finding, "samples": tuple(finding["samples"]), "also": tuple(finding["also"])})
         for finding in told["findings"]
