@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from gradgate._names import describe, listed
 from gradgate._torch_compat import write_counts
+from gradgate._trees import children_of, is_array, is_record, is_shared, leaves_of, rebuilt
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.guard._trees import children_of, is_array, is_record, is_shared, leaves_of, rebuilt
 
 __all__ = ["BatchReader", "Ids", "Rows", "Select", "batch_dim_of", "index_of", "select_rows", "taking"]
 

@@ -12,6 +12,7 @@ import torch
 from gradgate._finite import FiniteCheck
 from gradgate._snapshot import capture
 from gradgate._torch_compat import anything_compiled, is_compiled, leaf_of, nodes_below, tree_flatten, tree_unflatten
+from gradgate._trees import with_own_containers
 from gradgate.errors import TooManyBadSamples
 from gradgate.guard._agreement import Alone
 from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
@@ -25,7 +26,6 @@ from gradgate.guard._result import Step, Summary
 from gradgate.guard._shared_step import SharedStep
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tally import Tally
-from gradgate.guard._trees import with_own_containers
 from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
 from gradgate.guard._turns import batches_in_turn
 from gradgate.ledger import Ledger

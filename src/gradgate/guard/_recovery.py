@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 
 from gradgate._names import listed
 from gradgate._torch_compat import buffers_of
+from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError, TooManyBadSamples
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import Fault
 from gradgate.guard._localise import Blame, Localisation, localise
 from gradgate.guard._scenes import Scenes
 from gradgate.guard._state import TrainingState
-from gradgate.guard._trees import with_own_containers
 from gradgate.guard._trial import Outcome, Trial
 
 __all__ = ["Dropped", "Recovered", "Recovery", "raise_as_it_is"]

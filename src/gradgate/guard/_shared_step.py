@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from gradgate._names import class_name
+from gradgate._trees import with_own_containers
 from gradgate.errors import OtherRankError
 from gradgate.guard._agreement import Agreement
 from gradgate.guard._batches import Ids
@@ -21,7 +22,6 @@ from gradgate.guard._judging import refuse_row, refuse_share, refused
 from gradgate.guard._recovery import Dropped, Recovered, raise_as_it_is
 from gradgate.guard._result import Step
 from gradgate.guard._shares import Share, Totals
-from gradgate.guard._trees import with_own_containers
 from gradgate.guard._trial import LossTrial, Outcome, Scaler
 from gradgate.records import Incident
 

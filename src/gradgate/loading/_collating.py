@@ -9,7 +9,9 @@ import torch
 from torch.utils.data import default_collate
 
 from gradgate._names import describe
-from gradgate.errors import ArgumentTypeError
+from gradgate._torch_compat import write_counts
+from gradgate._trees import leaves_of, with_own_containers
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.loading._markers import BadSample, Catch, mark
 
 __all__ = ["collate", "collate_what_fits"]
@@ -49,7 +51,7 @@ def collate(samples: Sequence[Any], collate_fn: Collate | None = None) -> Any:
 
 
 def collate_what_fits(
-    samples: list[Any], indices: Sequence[Any], collate_fn: Collate, catch: Catch
+    samples: list[Any], indices: Sequence[Any], collate_fn: Collate, catch: Catch, *, trusted: bool = False
 ) -> tuple[Any, dict[int, BadSample]]:
     """Collate a batch; if that fails, without the samples that are to blame.
 
@@ -58,17 +60,22 @@ def collate_what_fits(
         indices: Their indices.
         collate_fn: Makes a batch of a list.
         catch: What may be caught.
+        trusted: Whether the collation is known to leave its samples as they are.
 
     Returns:
         The batch (None if nothing is left), and the markers of the bad ones by row.
     """
+    untouched = None if trusted else _Samples(samples)
     try:
         return collate_fn(samples), {}
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except catch as error:
         whole = error
-    trial = _Trial(samples, collate_fn, catch)
+    if untouched is None:
+        untouched = _Samples(samples)
+    untouched.refuse_if_written(whole)
+    trial = _Trial(untouched, collate_fn, catch)
     rows = list(range(len(samples)))
     kept = _fitting(trial, rows)
     batch = None
@@ -83,10 +90,34 @@ def collate_what_fits(
     return batch, bad
 
 
+class _Samples:
+    """The samples as they were loaded: a collation may take something out of them, and has to be tried again."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self._samples = [with_own_containers(sample) for sample in samples]
+        self._writes = self._count_writes()
+
+    def take(self, rows: Sequence[int]) -> list[Any]:
+        """Give some samples, in containers that the collation may do with as it likes."""
+        return [with_own_containers(self._samples[row]) for row in rows]
+
+    def refuse_if_written(self, error: Exception) -> None:
+        """Raise what the collation raised if it has written into tensors: the next try would see what it wrote."""
+        if self._count_writes() != self._writes:
+            raise error from ArgumentValueError(
+                "resilient(): the collation wrote into the tensors of its samples, so it cannot be tried with fewer.",
+                why="what is written once cannot be told from what was loaded; no sample was left out.",
+                fix="x = x + 1   # in `collate_fn`, instead of x += 1",
+            )
+
+    def _count_writes(self) -> int:
+        return write_counts(leaf for leaf in leaves_of(self._samples) if isinstance(leaf, torch.Tensor))
+
+
 class _Trial:
     """Collates some rows, and remembers what came of it."""
 
-    def __init__(self, samples: Sequence[Any], collate_fn: Collate, catch: Catch) -> None:
+    def __init__(self, samples: _Samples, collate_fn: Collate, catch: Catch) -> None:
         self._samples = samples
         self._collate = collate_fn
         self._catch = catch
@@ -95,10 +126,11 @@ class _Trial:
 
     def works(self, rows: Sequence[int]) -> bool:
         try:
-            self.batch = self._collate([self._samples[row] for row in rows])
+            self.batch = self._collate(self._samples.take(rows))
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except self._catch as error:
+            self._samples.refuse_if_written(error)
             if len(rows) == 1:
                 self.alone[rows[0]] = error
             return False

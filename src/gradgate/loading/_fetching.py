@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
 
 from gradgate.loading._collating import collate_what_fits
 from gradgate.loading._datasets import Around, steps
@@ -103,6 +103,7 @@ class Gather:
         self._collate = collate_fn
         self._batched = batched
         self._catch = catch
+        self._trusted = collate_fn in (default_collate, default_convert)
 
     def __call__(self, fetched: Fetched | list[Fetched]) -> tuple[Any, Report]:
         if isinstance(fetched, list):
@@ -119,7 +120,7 @@ class Gather:
             samples, indices = [samples[row] for row in rows], [indices[row] for row in rows]
         batch = None
         if samples:
-            batch, blamed = collate_what_fits(samples, indices, self._collated, self._catch)
+            batch, blamed = collate_what_fits(samples, indices, self._collated, self._catch, trusted=self._trusted)
             bad |= {rows[row]: marker for row, marker in blamed.items()}
         return batch, Report(fetched.indices, bad, fetched.skipped)
 
