@@ -132,9 +132,19 @@ def _step_of(model: torch.nn.Module, batch: Any, loss_fn: LossFn, function: str)
             why="it computes the loss of the batch.",
             fix=f"{function}(model, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))",
         )
-    if _takes_model(loss_fn):
-        return lambda: loss_fn(model, batch)
-    return lambda: loss_fn(batch)
+    with_model = _takes_model(loss_fn)
+
+    def step() -> torch.Tensor:
+        loss = loss_fn(model, batch) if with_model else loss_fn(batch)
+        if not isinstance(loss, torch.Tensor) and all(parameter.grad is None for parameter in model.parameters()):
+            raise ArgumentTypeError(
+                f"{function}(): `loss_fn` gave {describe(loss)}.",
+                why="backward needs the loss as a tensor, and nothing is proved without it.",
+                fix="return loss   # not loss.item(), and not in a dictionary",
+            )
+        return loss
+
+    return step
 
 
 def _takes_model(loss_fn: LossFn) -> bool:
@@ -168,9 +178,10 @@ def _examine(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> Diagno
 
 def _refuse(diagnosis: Diagnosis, codes: tuple[str, ...]) -> None:
     __tracebackhide__ = True
-    raised = ("GG002", "GG603", "GG604", "GG701", "GG804") if diagnosis.exception is not None else ()
-    found = tuple(finding for finding in diagnosis.at_least("warning") if finding.code in (*codes, *raised))
-    if found:
+    found = tuple(finding for finding in diagnosis.at_least("warning") if finding.code in codes)
+    if diagnosis.exception is not None:  # then nothing is proved
+        found = found or diagnosis.at_least("error")
+    if found or diagnosis.exception is not None:
         raise AssertionError(_text(found)) from diagnosis.exception
 
 

@@ -110,3 +110,23 @@ def test_wrong_arguments(check):
         check("m", BATCH, loss_of)
     with pytest.raises(ArgumentTypeError, match=rf"{check.__name__}\(\): `loss_fn` is None"):
         check(net(), BATCH, None)
+
+
+@pytest.mark.parametrize("check", ALL)
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (lambda model, batch: None, "`loss_fn` gave None"),
+        (lambda model, batch: loss_of(model, batch).item(), "`loss_fn` gave the float"),
+        (lambda model, batch: {"loss": loss_of(model, batch)}, "`loss_fn` gave the dict"),
+        (lambda model, batch: model(batch[0]), "error GG004: backward\\(\\) needs one number"),
+    ],
+)
+def test_what_gives_no_loss_proves_nothing(check, loss_fn, said):
+    with pytest.raises(AssertionError, match=said):
+        check(net(), BATCH, loss_fn)
+
+
+@pytest.mark.parametrize("check", ALL)
+def test_a_loss_that_went_back_by_itself_is_enough(check):
+    check(net(), BATCH, lambda model, batch: loss_of(model, batch).backward())
