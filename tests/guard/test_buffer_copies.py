@@ -114,3 +114,56 @@ def test_autograd_sees_what_is_put_back():
     copies.put_back()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+SPARSE = {
+    "coordinates": lambda: torch.eye(4).to_sparse(),
+    "rows": lambda: torch.eye(4).to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_model_with_a_sparse_buffer_is_guarded(kind):
+    class Neighbours(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("edges", SPARSE[kind]())
+
+        def forward(self, x):
+            self.edges.mul_(2)
+            return (self.edges @ self.inner(x).T).square().sum(0)
+
+    model = Neighbours()
+    x = torch.randn(8, 4)
+    x[5] = float("nan")
+    assert gg.Guard(model).step(x, model).kept == [0, 1, 2, 3, 4, 6, 7]
+    assert torch.equal(model.edges.to_dense(), 2 * torch.eye(4))
+
+
+@pytest.mark.parametrize("way", ["resize", "data"])
+def test_a_buffer_that_grows_in_place_has_its_old_length_before_every_try(way):
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 1)
+            self.register_buffer("means", torch.zeros(1))
+
+        def forward(self, x):
+            longer = torch.cat([self.means, x.detach().mean().reshape(1)])
+            if way == "resize":
+                self.means.resize_(len(longer)).copy_(longer)
+            else:
+                self.means.data = longer
+            return self.inner(x)[:, 0]
+
+    model = Growing()
+    guard = gg.Guard(model)
+    good = torch.randn(8, 4)
+    spoilt = torch.where(torch.arange(8)[:, None] == 3, float("nan"), good)
+    rows = [0, 1, 2, 4, 5, 6, 7]
+    guard.step(good, model)
+    assert guard.step(spoilt, model).kept == rows
+    guard.step(good, model)
+    assert model.means.tolist() == [0.0, good.mean().item(), good[rows].mean().item(), good.mean().item()]

@@ -25,13 +25,16 @@ class BufferCopies:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._copies = [torch.empty_like(tensor) for tensor in tensors]
+        # What is sparse needs a copy with the same elements, not only of the same shape.
+        self._copies = [torch.empty_like(t) if t.layout is torch.strided else t.detach().clone() for t in tensors]
         self._lay_out()
 
     def take(self) -> None:
         """Copy the tensors as they are now."""
         for tensor, place, seen, copied in self._plain:
-            if tensor.data_ptr() != place:  # somebody gave it other memory
+            if tensor.data_ptr() != place:  # somebody gave it other memory, and perhaps another shape
+                pairs = zip(self._copies, self._tensors, strict=True)
+                self._copies = [copy if _alike(copy, tensor) else torch.empty_like(tensor) for copy, tensor in pairs]
                 self._lay_out()
                 self.take()
                 return
@@ -45,6 +48,9 @@ class BufferCopies:
         """Write into the tensors what was copied last, and let autograd see it."""
         for tensor, place, seen, copied in self._plain:
             if tensor.data_ptr() != place:
+                for copy, other in zip(self._copies, self._tensors, strict=True):
+                    if not _alike(copy, other):
+                        other.data = copy.clone()
                 self._lay_out()
                 self.put_back()
                 return
@@ -62,14 +68,18 @@ class BufferCopies:
         self._other_copies: list[torch.Tensor] = []
         self._lazy: list[tuple[torch.Tensor, torch.Tensor]] = []
         for copy, tensor in zip(self._copies, self._tensors, strict=True):
-            if tensor.is_conj() or tensor.is_neg():
-                # Only marked as such, it cannot be written to together with others.
+            if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+                # Sparse, or only marked as such, it cannot be written to together with others.
                 self._lazy.append((copy, tensor))
             elif _lies_plainly(tensor) and copy.dtype is tensor.dtype and copy.nbytes == tensor.nbytes:
                 self._plain.append((tensor, tensor.data_ptr(), _memory_of(tensor), _memory_of(copy)))
             else:
                 self._others.append(tensor)
                 self._other_copies.append(copy)
+
+
+def _alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return copy.shape == tensor.shape and copy.dtype is tensor.dtype
 
 
 def _lies_plainly(tensor: torch.Tensor) -> bool:

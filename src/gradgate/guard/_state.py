@@ -178,6 +178,8 @@ class TrainingState:
 
 def _without_repeats(buffer: torch.Tensor) -> torch.Tensor:
     """Narrow expanded dimensions to one element, so that every element lies in memory once."""
+    if buffer.layout is not torch.strided:
+        return buffer
     for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
         if stride == 0 and size > 1:
             buffer = buffer.narrow(dim, 0, 1)
