@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gradgate.errors import ArgumentValueError, LedgerError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError
 from gradgate.ledger import Ledger
 from gradgate.ledger import _merging as merging
 from tests.ledger.made import incident
@@ -138,3 +138,8 @@ def test_the_ledger_itself_is_not_overwritten(ledger):
     with pytest.raises(ArgumentValueError, match="is the ledger itself"):
         ledger.export(ledger.path, format="csv")
     assert len(ledger.incidents()) == 2
+
+
+def test_what_is_no_ledger_is_refused(ranks):
+    with pytest.raises(ArgumentTypeError, match=r"`other` is 5(.|\n)*the path of one"):
+        ranks[0].merge(5)

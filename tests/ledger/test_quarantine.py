@@ -2,10 +2,13 @@
 
 import time
 
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradgate as gg
 from gradgate.errors import ArgumentValueError
 from gradgate.ledger import Ledger
 from tests.ledger.made import incident
@@ -20,6 +23,15 @@ def ledger(tmp_path):
 def test_a_sample_is_bad_when_it_failed_and_the_fault_came_again(ledger):
     ledger.record_many([incident("a"), incident("b", transient=True), incident(None), incident("c")])
     assert ledger.bad_ids() == {"a", "c"}
+
+
+@pytest.mark.parametrize("number", [torch.tensor(7), numpy.int64(7), numpy.array(7)])
+def test_a_number_is_the_same_sample_however_it_came(ledger, number):
+    ledger.record(incident(number))
+    assert ledger.bad_ids() == {"7"}
+    assert list(gg.without(list(range(6, 16)), ledger)) == [6, 7, 8, 9, 10, 11, 12, 14, 15]
+    assert ledger.release(number)
+    assert ledger.bad_ids() == set()
 
 
 def test_a_sample_must_fail_often_enough_and_for_the_cause_that_is_asked_for(ledger):

@@ -81,3 +81,9 @@ def test_a_nan_loss_is_a_text_in_sql(ledger):
     ledger.record(incident("nan", loss=float("nan")))
     answer = ledger.sql("SELECT sample_id FROM incidents WHERE loss = 'nan' OR loss > 1e9")
     assert answer.rows == [("nan",)]
+
+
+@pytest.mark.parametrize("question", [5, None, "SELECT '\ud800'"])
+def test_what_is_no_text_is_no_question(ledger, question):
+    with pytest.raises(ArgumentValueError, match="the question cannot be asked"):
+        ledger.sql(question)

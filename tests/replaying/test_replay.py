@@ -309,6 +309,11 @@ def test_a_loss_function_that_returns_no_tensor_is_refused(ledger):
         gg.replay(ledger, recorded(ledger, torch.ones(1)), lambda batch: 1.0)
 
 
+def test_a_loss_function_that_cannot_be_called_is_no_fault_of_the_sample(ledger):
+    with pytest.raises(ArgumentTypeError, match=r"`loss_fn` is None(.|\n)*gg.replay"):
+        gg.replay(ledger, "none", None)
+
+
 def test_gradients_that_are_sparse_and_losses_that_have_none(ledger):
     table = torch.nn.Embedding(3, 2, sparse=True)
     name = recorded(ledger, torch.tensor([1]), cause="non-finite loss", stage="loss")

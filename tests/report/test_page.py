@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import gradgate as gg
-from gradgate.errors import ArgumentValueError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.ledger import Ledger
 from gradgate.records import Incident
 from gradgate.report import _incidents, render_page, write_page
@@ -144,6 +144,8 @@ def test_no_handlers_and_no_addresses_in_the_markup():
 def test_what_cannot_be_shown_is_told(ledger, tmp_path):
     with pytest.raises(ArgumentValueError, match="there is neither a ledger nor a diagnosis"):
         render_page()
+    with pytest.raises(ArgumentTypeError, match=r"`ledger` is 'run.ledger'(.|\n)*not of its path"):
+        render_page("run.ledger")
     with pytest.raises(ArgumentValueError, match="`diagnosis` has no list of findings"):
         render_page(diagnosis={"no": "findings"})
     for odd in ({"findings": [1]}, {"findings": [{"code": "GG101"}]}, {"findings": None}):

@@ -188,8 +188,15 @@ class Ledger(Questions):
             How many incidents were new.
 
         Raises:
+            ArgumentTypeError: `other` is neither.
             LedgerError: One of the files cannot be used.
         """
+        if not isinstance(other, Ledger | str | os.PathLike):
+            raise ArgumentTypeError(
+                f"merge(): `other` is {other!r}.",
+                why="it is another ledger, or the path of one.",
+                fix='ledger.merge("rank1.ledger")',
+            )
         self._writer.flush()
         path = (other.path if isinstance(other, Ledger) else Path(other)).absolute()
         source = LedgerFile(path, read_only=True)

@@ -126,7 +126,8 @@ def as_text(value: object, limit: int | None = None) -> str:
         The text; what cannot be encoded (lone surrogates in file names) is written as an escape.
     """
     try:
-        text = str(value)
+        # A tensor of one number, as loaders make of an index, is that number.
+        text = str(value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value)
     except Exception as error:  # noqa: BLE001 - a user's own __str__ may raise anything, and a record must be made
         text = f"<{type(value).__name__} whose text cannot be had: {type(error).__name__}>"
     if limit is not None and len(text) > limit:

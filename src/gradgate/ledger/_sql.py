@@ -64,7 +64,7 @@ def ask(
             try:
                 cursor = connection.execute(question, values)
                 rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
-            except (sqlite3.ProgrammingError, sqlite3.Warning) as error:
+            except (sqlite3.ProgrammingError, sqlite3.Warning, TypeError, UnicodeEncodeError) as error:
                 raise _wrong(error) from error
             except sqlite3.DatabaseError as error:
                 code = getattr(error, "sqlite_errorname", "")

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import torch
 
+from gradgate._names import describe
 from gradgate._snapshot import restored
+from gradgate.errors import ArgumentTypeError
 from gradgate.ledger import Ledger
 from gradgate.records import Incident
 from gradgate.replaying._stored import read_sample, stored
@@ -107,7 +109,7 @@ def replay(
     Raises:
         NothingMatchedError: There is no such incident.
         LedgerError: Its sample was not stored, or not whole.
-        ArgumentTypeError: loss_fn gives no tensor.
+        ArgumentTypeError: loss_fn cannot be called, or gives no tensor.
 
     Examples:
         >>> import tempfile
@@ -124,6 +126,12 @@ def replay(
         >>> gg.replay(ledger, step.dropped[0].id, lambda batch: model(batch.nan_to_num()).mean()).verdict
         'passes'
     """
+    if not callable(loss_fn):
+        raise ArgumentTypeError(
+            f"replay(): `loss_fn` is {describe(loss_fn)}.",
+            why="it is the function that the guard was given.",
+            fix="gg.replay(ledger, incident_id, loss_fn)",
+        )
     incident, data, state = stored(ledger, incident_id)
 
     def is_the_recorded_one(fault: Fault) -> bool:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gradgate.errors import ArgumentValueError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.records import Finding
 from gradgate.report._book import Book
 from gradgate.report._columns import plain
@@ -43,6 +43,7 @@ def render_page(ledger: Book | None = None, diagnosis: Mapping[str, Any] | None 
         The page.
 
     Raises:
+        ArgumentTypeError: The ledger is none.
         ArgumentValueError: There is nothing to show, or the diagnosis is none.
         LedgerError: The ledger cannot be read.
 
@@ -113,12 +114,19 @@ def pack(ledger: Book | None, diagnosis: Mapping[str, Any] | None, *, name: str 
         JSON, compressed by zlib.
 
     Raises:
+        ArgumentTypeError: The ledger is none.
         ArgumentValueError: There is neither, or the diagnosis is none.
     """
     if ledger is None and diagnosis is None:
         raise ArgumentValueError(
             "render_page(): there is neither a ledger nor a diagnosis.",
             why="a page shows one of them, or both.",
+            fix='render_page(gg.Ledger("run.ledger", read_only=True))',
+        )
+    if ledger is not None and not isinstance(ledger, Book):
+        raise ArgumentTypeError(
+            f"render_page(): `ledger` is {ledger!r}.",
+            why="a page is made of an open ledger, not of its path.",
             fix='render_page(gg.Ledger("run.ledger", read_only=True))',
         )
     if diagnosis is not None and not _is_diagnosis(diagnosis):
