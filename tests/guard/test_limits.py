@@ -117,6 +117,36 @@ def test_catch_narrows_what_may_be_blamed():
     assert [i.row for i in gg.Guard(model, catch=KeyError).step(batch, raising(model, KeyError("z"))).dropped] == [2]
 
 
+class NeedsFour(nn.Module):
+    """Raises what is not to be caught for few rows, as the search has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x):
+        assert len(x) >= 4, "too few rows"
+        if bool(x.isnan().any()):
+            raise ValueError("nan")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_only_the_search_sets_off_is_not_raised_though_it_is_not_to_be_caught(inside):
+    model = NeedsFour()
+
+    def loss_fn(x):
+        if not inside:
+            assert len(x) >= 4, "too few rows"
+            if bool(x.isnan().any()):
+                raise ValueError("nan")
+        return model(x).mean()
+
+    x = torch.randn(8, 3)
+    x[5] = float("nan")
+    assert gg.Guard(model, catch=ValueError).step(x, loss_fn).kept == [0, 1, 2, 3, 4, 6, 7]
+
+
 @pytest.mark.parametrize(
     "error",
     [

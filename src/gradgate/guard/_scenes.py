@@ -16,6 +16,7 @@ import torch
 from gradgate._names import text_of
 from gradgate._torch_compat import ModuleCall, write_mark
 from gradgate._trees import with_own_containers
+from gradgate.errors import GradgateError
 from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, taking
 from gradgate.guard._faults import Fault, must_pass
 from gradgate.guard._finite import leaves_in, non_finite_rows, tensors_in
@@ -90,7 +91,7 @@ class Scenes:
         def test(rows: Group) -> Verdict:
             batch = take(rows, index_of(rows))
             with self.prepared(recording=walks_back or None):
-                outcome = (self.trial.run if walks_back else self.trial.forward)(batch, len(rows))
+                outcome = self._tried(self.trial.run if walks_back else self.trial.forward, batch, len(rows))
             return self._verdict(rows, fault, outcome)
 
         return test
@@ -106,7 +107,7 @@ class Scenes:
             tape.rewind(index)
             self.state.restore_tensors()
             try:
-                outcome = self.trial.forward(batch, len(rows))
+                outcome = self._tried(self.trial.forward, batch, len(rows))
             except Enough:
                 return Verdict.PASSES  # it came past the fault
             return self._verdict(rows, fault, outcome)
@@ -139,7 +140,7 @@ class Scenes:
     @contextmanager
     def inside(self, fault: Fault, call: ModuleCall, tape: Tape, autocast: dict[str, torch.dtype]) -> Iterator[Test]:
         """Test rows of the arguments that a module was called with; its finished children answer from a tape."""
-        module, trial, (takes, named) = call.module, self.trial, self._takes(call)
+        module, (takes, named) = call.module, self._takes(call)
         until = bool(tape)  # then nothing inside runs but the body of the module itself
         careful = next(module.buffers(recurse=not until), None) is not None
 
@@ -155,7 +156,7 @@ class Scenes:
                 module(*args, **kwargs)
             except Enough:
                 return Verdict.PASSES  # it came past the fault
-            except trial.catch as error:
+            except Exception as error:  # what is not to be caught is another fault than the batch's
                 if must_pass(error):
                     raise
                 if type(error) is not type(fault.error) or raising_spot(error.__traceback__) != fault.spot:
@@ -183,6 +184,17 @@ class Scenes:
         """Make functions that take rows of each argument of a call."""
         takes = [taking(value, self.size, self.batch_dim) for value in call.args]
         return takes, {key: taking(value, self.size, self.batch_dim) for key, value in call.kwargs.items()}
+
+    def _tried(self, run: Callable[[Any, int], Outcome], batch: Any, size: int) -> Outcome:
+        """Make a try with some rows; what is not to be caught may come from their number alone."""
+        try:
+            return run(batch, size)
+        except GradgateError:
+            raise
+        except Exception as error:  # the step without the bad samples still raises it, if it is real
+            if must_pass(error):
+                raise
+            return Outcome(Fault.raised(error))
 
     def _verdict(self, rows: Group, fault: Fault, outcome: Outcome) -> Verdict:
         if outcome.fault is None:
