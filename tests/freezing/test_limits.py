@@ -98,3 +98,22 @@ def test_limit_the_table_of_train_rows_has_no_gradient_where_it_is_used_by_hand(
     plain.load_state_dict(embedding.state_dict())
     nn.functional.linear(plain(torch.tensor([1])), plain.weight).sum().backward()
     assert not torch.allclose(small.grad[0], plain.weight.grad[1])
+
+
+def test_limit_a_class_that_steps_several_times_inside_its_own_step_moves_what_is_pinned():
+    """What it writes between two `super().step()` looks like values that were loaded on purpose; `verify` finds it."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            for _ in range(2):
+                super().step(closure)
+                with torch.no_grad():
+                    weight.mul_(0.5)
+
+    weight = nn.Parameter(torch.ones(3))
+    torch.optim.SGD([weight], lr=0.1)  # only now torch hooks the step of the class itself
+    pin = gg.pin(weight, rows=[0])
+    weight.sum().backward()
+    Twice([weight], lr=0.1).step()
+    with pytest.raises(FrozenMovedError):
+        pin.verify()

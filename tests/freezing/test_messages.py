@@ -18,6 +18,8 @@ class Net(nn.Module):
 NET = Net()
 PARAMETER = nn.Parameter(torch.ones(3, 2))
 CASES = [
+    (lambda: gg.pin(nn.LazyLinear(2).weight, rows=[0]), ArgumentValueError, r"has no values yet(.|\n)*before the pin"),
+    (lambda: gg.pin(torch.ones(2, 2, device="meta"), rows=[0]), ArgumentValueError, r"has no values yet"),
     (
         lambda: gg.freeze(NET, "encdoer.*"),
         NothingMatchedError,

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
@@ -261,6 +262,12 @@ def row_numbers(rows: Sequence[int] | torch.Tensor | range, parameter: torch.Ten
 
 
 def _check_parameter(parameter: Any) -> None:
+    if is_lazy(parameter) or (isinstance(parameter, torch.Tensor) and parameter.is_meta):
+        raise ArgumentValueError(
+            "pin(): `parameter` has no values yet.",
+            why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
+            fix="model(example_batch)   # or model.to_empty(device=...) and load_state_dict, before the pin",
+        )
     if type(parameter) not in (torch.Tensor, nn.Parameter) or not (
         parameter.is_floating_point() or parameter.is_complex()
     ):
