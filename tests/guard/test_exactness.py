@@ -3,6 +3,7 @@
 import copy
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,6 +142,27 @@ def test_a_generator_of_the_users_own_is_not_put_back():
     generator.set_state(before)
     torch.rand(len(step.kept), 1, generator=generator)
     assert not torch.equal(generator.get_state(), found)
+
+
+def test_what_is_written_into_an_array_of_the_batch_is_not_put_back():
+    model = nn.Linear(3, 1)
+    array = spoilt(1).numpy()
+    written = array * 4
+
+    def loss_fn(array):
+        array *= 2
+        return model(torch.from_numpy(array)).mean()
+
+    step = gg.Guard(model).step(array, loss_fn)
+    assert not np.allclose(step.loss.item(), model(torch.from_numpy(written[step.kept] / 2)).mean().item())
+
+
+def test_a_loss_of_a_fixed_number_of_samples_may_take_neighbours_along():
+    model = nn.Linear(3, 1)
+    step = gg.Guard(model).step(spoilt(3), lambda x: model(x)[:, 0].sort().values[:5].mean())
+    assert 3 not in step.kept
+    assert len(step.kept) < 7
+    assert all(incident.cause == "together" for incident in step.dropped)
 
 
 def test_an_optimizer_in_backward_hooks_has_already_stepped():
