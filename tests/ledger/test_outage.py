@@ -193,3 +193,16 @@ def test_no_warning_while_all_is_well(ledger):
         ledger.close()
     assert _file.LOCK.acquire(blocking=False)  # And nothing holds the lock.
     _file.LOCK.release()
+
+
+def test_limit_a_file_that_is_moved_alone_leaves_its_newest_incidents_behind(tmp_path):
+    """They are in `run.ledger-wal`, which SQLite does not find under the new name. A merge takes them along."""
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record(incident("first"))
+        with Ledger(tmp_path / "copy.ledger") as copied:
+            assert copied.merge(ledger) == 1
+        ledger.path.rename(tmp_path / "moved.ledger")
+        ledger.record(incident("second"))
+        assert ledger.bad_ids() == {"second"}
+    assert Ledger(tmp_path / "moved.ledger").bad_ids() == set()
+    assert Ledger(tmp_path / "copy.ledger").bad_ids() == {"first"}
