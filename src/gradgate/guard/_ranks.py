@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from gradgate._names import text_of
 from gradgate.errors import ArgumentValueError, OtherRankError
 from gradgate.guard._shares import WIDTH, Share, Totals
 
@@ -133,7 +134,7 @@ class Ranks:
         except OtherRankError:
             raise
         except RuntimeError as error:
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            first_line = next(iter(text_of(error).strip().splitlines()), type(error).__name__)
             raise OtherRankError(
                 f"Guard: rank {self.rank} of {self.world_size} cannot reach the others: {first_line}",
                 why="another rank has ended, was killed, or did not come to this step within the timeout of the group "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from gradgate._names import class_name
+from gradgate._names import class_name, text_of
 from gradgate._trees import with_own_containers
 from gradgate.errors import OtherRankError
 from gradgate.guard._agreement import Agreement
@@ -262,5 +262,5 @@ def _allow(dropped: Sequence[Dropped]) -> None:
 
 def _told(error: BaseException) -> str:
     where = Fault.raised(error).where if isinstance(error, Exception) else None
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    first_line = next(iter(text_of(error).strip().splitlines()), "")
     return f"{class_name(type(error))}: {first_line}" + (f" ({where})" if where else "")
