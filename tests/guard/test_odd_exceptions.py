@@ -1,22 +1,11 @@
 """Exceptions that cannot be printed or written to are faults like any other, and come out as they are."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 import gradgate as gg
-
-
-class Mute(RuntimeError):
-    def __str__(self):
-        raise KeyError("text")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sealed(Exception):
-    reason: str = "sealed"
+from tests.odd_exceptions import Mute, Sealed
 
 
 class Strict(nn.Module):

@@ -1,23 +1,12 @@
 """Exceptions that cannot be printed or written to, and datasets that only load several samples at once."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import gradgate as gg
 from tests.loading.broken import Numbers
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise KeyError("text")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sealed(Exception):
-    reason: str = "sealed"
+from tests.odd_exceptions import Mute, Sealed
 
 
 class Unspeakable:

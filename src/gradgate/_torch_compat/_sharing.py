@@ -100,13 +100,7 @@ def write_count(tensor: torch.Tensor) -> int:
 
 def write_counts(tensors: Iterable[torch.Tensor]) -> int:
     """Count the same for several tensors."""
-    total = 0
-    for tensor in tensors:
-        try:
-            total += tensor._version
-        except RuntimeError:
-            continue
-    return total
+    return sum(map(write_count, tensors))
 
 
 def write_mark(tensor: torch.Tensor) -> tuple[int, int]:

@@ -11,7 +11,17 @@ from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["Reduction", "check_reduction", "check_weights", "divided", "over_elements", "reduce", "reduced"]
+__all__ = [
+    "Reduction",
+    "check_reduction",
+    "check_weights",
+    "divided",
+    "narrowed",
+    "over_elements",
+    "reduce",
+    "reduced",
+    "wide_dtype",
+]
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
@@ -53,7 +63,7 @@ def reduce(
     """
     check_tensor(per_element, name="per_element", function="losses.reduce")
     total, amount = _sum_and_amount(per_element, keep, weights, function="losses.reduce")
-    return _narrow(divided(total, amount, empty), per_element)
+    return narrowed(divided(total, amount, empty), per_element)
 
 
 def reduced(
@@ -77,9 +87,9 @@ def reduced(
         The reduced losses.
     """
     if reduction == "none":
-        return _narrow(_weighed(per_element, keep, weights, function=function)[0], per_element)
+        return narrowed(_weighed(per_element, keep, weights, function=function)[0], per_element)
     total, amount = _sum_and_amount(per_element, keep, weights, function=function)
-    return _narrow(divided(total, amount, 0.0) if reduction == "mean" else total, per_element)
+    return narrowed(divided(total, amount, 0.0) if reduction == "mean" else total, per_element)
 
 
 def check_reduction(reduction: str, *, function: str) -> None:
@@ -146,7 +156,7 @@ def over_elements(each: Any, elements: torch.Tensor, *, name: str = "keep", func
 def _sum_and_amount(
     per_element: torch.Tensor, keep: torch.Tensor | None, weights: torch.Tensor | None, *, function: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide, summed = _wide(per_element), torch.float32 if per_element.dtype in _HALVES else None
+    wide, summed = wide_dtype(per_element), torch.float32 if per_element.dtype in _HALVES else None
     if weights is None and keep is None:
         amount = torch.full((), per_element.numel(), dtype=wide, device=per_element.device)
         return per_element.sum(dtype=summed), amount
@@ -158,15 +168,31 @@ def _sum_and_amount(
     return weighed.sum(), weights_kept.expand(per_element.shape).sum()
 
 
-def _wide(per_element: torch.Tensor) -> torch.dtype:
-    """Give the dtype of weights and amounts: a half cannot count beyond 65504, and an integer has no parts."""
+def wide_dtype(per_element: torch.Tensor) -> torch.dtype:
+    """Give the dtype to compute in: a half holds neither squares nor counts beyond 65504, an integer has no parts.
+
+    Args:
+        per_element: What is computed with.
+
+    Returns:
+        float32 for halves, torch's default for integers, else its own.
+    """
     if per_element.dtype in _HALVES:
         return torch.float32
     floating = per_element.is_floating_point() or per_element.is_complex()
     return per_element.dtype if floating else torch.get_default_dtype()
 
 
-def _narrow(result: torch.Tensor, per_element: torch.Tensor) -> torch.Tensor:
+def narrowed(result: torch.Tensor, per_element: torch.Tensor) -> torch.Tensor:
+    """Give what was computed from halves as a half again.
+
+    Args:
+        result: What was computed in `wide_dtype`.
+        per_element: What it was computed from.
+
+    Returns:
+        The result in the dtype that was given, if that was a half.
+    """
     return result.to(per_element.dtype) if per_element.dtype in _HALVES else result
 
 
@@ -182,7 +208,7 @@ def _weighed(
     if weights is None:
         ones = torch.ones((), dtype=per_element.dtype, device=per_element.device)
         return per_element if mask is None else torch.where(mask, per_element, 0), ones
-    each = check_weights(weights, per_element, function=function).to(_wide(per_element))
+    each = check_weights(weights, per_element, function=function).to(wide_dtype(per_element))
     mask = each != 0 if mask is None else mask & (each != 0)
     # The loss is cut out before it is multiplied: 0 x NaN must not happen, neither here nor in backward.
     each = torch.where(mask, each, 0)

@@ -11,13 +11,19 @@ import torch
 from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.losses._reducing import Reduction, check_reduction, check_weights, over_elements, reduced
+from gradgate.losses._reducing import (
+    Reduction,
+    check_reduction,
+    check_weights,
+    narrowed,
+    over_elements,
+    reduced,
+    wide_dtype,
+)
 
 __all__ = ["Scale", "floating", "of_residual"]
 
 Scale: TypeAlias = float | torch.Tensor
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def of_residual(
@@ -60,15 +66,12 @@ def of_residual(
         )
     if isinstance(scale, torch.Tensor):
         scale = _wide(check_fits(scale, residual, name="scale", function=function))
-    dtype = residual.dtype
-    residual = _without_left_out(_wide(residual), keep, weights, function)
-    result = reduced(rho(residual, scale), keep, weights, reduction, function=function)
-    return result.to(dtype) if dtype in _HALVES else result
+    kept = _without_left_out(_wide(residual), keep, weights, function)
+    return narrowed(reduced(rho(kept, scale), keep, weights, reduction, function=function), residual)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Give x in a dtype that holds its squares."""
-    return x.float() if x.dtype in _HALVES else floating(x)
+    return x.to(wide_dtype(x))
 
 
 def floating(x: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,11 @@ from functools import partial
 
 import torch
 
+from gradgate.masked._bits import CPU
 from gradgate.masked._valid import SMALL
 
 __all__ = ["in_bytes", "vote_anywhere", "vote_on_cpu"]
 
-CPU = torch.device("cpu")  # said wherever memory is taken: torch.set_default_device may say otherwise
 MOST_VOTES = 16
 LONG = 4096
 BLOCK = 1 << 18
