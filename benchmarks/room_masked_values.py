@@ -100,7 +100,7 @@ def model_step(width, hidden, batch, fraction):
 
         return {
             "all rows, then where": lambda: step(lambda: torch.where(column, model(x), 0.0)),
-            "apply_rows": lambda: step(lambda: gg.apply_rows(keep, model, x)),
+            "apply_rows": lambda: step(lambda: gg.apply_rows(keep, x, model)),
             "limit: the same by hand, without a check": lambda: step(by_hand),
         }
 

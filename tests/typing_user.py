@@ -54,9 +54,9 @@ modules = torch.nn.Sequential(
 keep = torch.tensor([True, False])
 roots: torch.Tensor = gg.apply_where(keep, (torch.ones(2), torch.ones(2)), torch.mul, otherwise=torch.div)
 roots = gg.apply_where(keep, roots, torch.sqrt, fill_value=float("nan"))
-batch_out = gg.apply_rows(keep, torch.nn.Linear(3, 1), torch.ones(2, 3), fill_value=0)
+batch_out = gg.apply_rows(keep, torch.ones(2, 3), torch.nn.Linear(3, 1), fill_value=0)
 votes: torch.Tensor = gg.masked.mode(torch.ones(2, 3), (0, 1), exclude=[255, float("nan")], empty=0).counts
-ratio: torch.Tensor = gg.masked.safe_divide(1, gg.masked.safe_norm(torch.ones(2, 3), (0, 1)), fill=1.0)
+ratio: torch.Tensor = gg.masked.safe_divide(1, gg.masked.safe_norm(torch.ones(2, 3), (0, 1)), fill_value=1.0)
 whole: torch.Tensor = gg.masked.impute(torch.ones(2, 3), keep=keep.unsqueeze(1), using=torch.amax, dim=0)
 
 x = torch.zeros(2, 3)

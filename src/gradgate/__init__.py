@@ -61,11 +61,7 @@ if TYPE_CHECKING:
     from gradgate.masked import apply_rows as apply_rows
     from gradgate.masked import apply_where as apply_where
     from gradgate.modes import carry_mode as carry_mode
-    from gradgate.modes import enable_grad as enable_grad
     from gradgate.modes import grad_mode as grad_mode
-    from gradgate.modes import is_grad_enabled as is_grad_enabled
-    from gradgate.modes import no_grad as no_grad
-    from gradgate.modes import set_grad_enabled as set_grad_enabled
     from gradgate.records import Finding as Finding
     from gradgate.records import Incident as Incident
     from gradgate.replaying import replay as replay
@@ -94,19 +90,15 @@ _ROOM_OF = {
     "clip_grad": "gates",
     "collate": "loading",
     "diagnose": "doctor",
-    "enable_grad": "modes",
     "finite_grad": "gates",
     "freeze": "freezing",
     "gate": "gates",
     "grad_mode": "modes",
-    "is_grad_enabled": "modes",
-    "no_grad": "modes",
     "pin": "freezing",
     "replay": "replaying",
     "resilient": "loading",
     "reverse_grad": "gates",
     "scale_grad": "gates",
-    "set_grad_enabled": "modes",
     "straight_through": "gates",
     "trace": "doctor",
     "train_only": "freezing",

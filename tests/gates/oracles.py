@@ -46,8 +46,8 @@ def clip_grad(x, *, max_norm=None, max_value=None, per_sample=False):
     return Plain.apply(x, rule)
 
 
-def finite_grad(x, fill=0.0):
-    return Plain.apply(x, lambda g: torch.where(torch.isfinite(g), g, torch.full_like(g, fill)))
+def finite_grad(x, fill_value=0.0):
+    return Plain.apply(x, lambda g: torch.where(torch.isfinite(g), g, torch.full_like(g, fill_value)))
 
 
 def straight_through(hard, soft):

@@ -143,12 +143,12 @@ def test_limits():
 
 
 def test_fill():
-    with refused(ArgumentTypeError, "finite_grad(): `fill` is None.", "fill=0.0"):
+    with refused(ArgumentTypeError, "finite_grad(): `fill_value` is None.", "fill_value=0.0"):
         gg.finite_grad(X, None)
     for bad in (float("nan"), float("inf"), 1e39):
-        with refused(ArgumentValueError, f"finite_grad(): `fill` is {bad}, x is float32.", "fill=0.0"):
+        with refused(ArgumentValueError, f"finite_grad(): `fill_value` is {bad}, x is float32.", "fill_value=0.0"):
             gg.finite_grad(X, bad)
-    with refused(ArgumentValueError, "finite_grad(): `fill` is 100000.0, x is float16.", "fill=0.0"):
+    with refused(ArgumentValueError, "finite_grad(): `fill_value` is 100000.0, x is float16.", "fill_value=0.0"):
         gg.finite_grad(X.half(), 1e5)
     assert gg.finite_grad(torch.ones(2, dtype=torch.int64)).dtype is torch.int64
 

@@ -24,7 +24,7 @@ MODULES = {
     "ScaleGrad(factor=0.1)": lambda **kw: gg.ScaleGrad(0.1, **kw),
     "ReverseGrad(strength=1.0)": lambda **kw: gg.ReverseGrad(**kw),
     "ClipGrad(max_norm=1.0, max_value=None, per_sample=False)": lambda **kw: gg.ClipGrad(max_norm=1.0, **kw),
-    "FiniteGrad(fill=0.0)": lambda **kw: gg.FiniteGrad(**kw),
+    "FiniteGrad(fill_value=0.0)": lambda **kw: gg.FiniteGrad(**kw),
 }
 each_module = pytest.mark.parametrize(("text", "make"), MODULES.items(), ids=MODULES.keys())
 
@@ -117,7 +117,7 @@ def test_tensors_move_with_the_module_and_are_no_buffers():
         (lambda value: gg.ReverseGrad(value, save=True), (0.0, 0.75), ["strength"]),
         (lambda value: gg.ReverseGrad(value, save=True), (torch.tensor(0.0), torch.tensor(0.5)), ["strength"]),
         (lambda value: gg.ClipGrad(max_norm=value, save=True), (1.0, 2.0), ["max_norm", "per_sample"]),
-        (lambda value: gg.FiniteGrad(value, save=True), (0.0, 1.0), ["fill"]),
+        (lambda value: gg.FiniteGrad(value, save=True), (0.0, 1.0), ["fill_value"]),
     ],
 )
 def test_saved_when_asked(make, change, keys, tmp_path):

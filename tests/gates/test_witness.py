@@ -119,11 +119,11 @@ def test_clip_grad(limits):
     witness(lambda x: gg.clip_grad(x, **limits), oracle, X, promises=promises, empty=(EMPTY,))
 
 
-@pytest.mark.parametrize("fill", [0.0, -1.5])
-def test_finite_grad(fill):
+@pytest.mark.parametrize("fill_value", [0.0, -1.5])
+def test_finite_grad(fill_value):
     witness(
-        lambda x: gg.finite_grad(x, fill),
-        lambda x: oracles.finite_grad(x, fill),
+        lambda x: gg.finite_grad(x, fill_value),
+        lambda x: oracles.finite_grad(x, fill_value),
         X,
         promises=RULE - {"jvp"},
         empty=(EMPTY,),
@@ -242,7 +242,7 @@ def test_clip_grad_shortens_what_is_finite_and_leaves_the_rest(case, per_sample,
 
 
 @given(cases(), st.sampled_from([0.0, -2.5]))
-def test_finite_grad_replaces_exactly_what_is_not_finite(case, fill):
+def test_finite_grad_replaces_exactly_what_is_not_finite(case, fill_value):
     gradient, _ = case
-    expected = torch.where(torch.isfinite(gradient), gradient, torch.full_like(gradient, fill))
-    assert_same([through(lambda x: gg.finite_grad(x, fill), gradient)], [expected], what="finite", exact=True)
+    expected = torch.where(torch.isfinite(gradient), gradient, torch.full_like(gradient, fill_value))
+    assert_same([through(lambda x: gg.finite_grad(x, fill_value), gradient)], [expected], what="finite", exact=True)

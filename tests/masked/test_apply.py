@@ -174,10 +174,10 @@ def test_the_fill_value_and_the_dtype(form, made, fill_value, dtype, shown):
     out = call(torch.tensor([True, False]), torch.tensor([1.0, 1.0]))
     assert out.dtype == dtype
     assert out[1].item() == shown
-    rows = gg.apply_rows(torch.tensor([True, False]), lambda a: a.to(made), torch.ones(2), fill_value=fill_value)
+    rows = gg.apply_rows(torch.tensor([True, False]), torch.ones(2), lambda a: a.to(made), fill_value=fill_value)
     assert torch.equal(rows, out)
     assert (
-        gg.apply_rows(torch.tensor([True]), lambda a: a.to(made), torch.ones(1), fill_value=fill_value).dtype == dtype
+        gg.apply_rows(torch.tensor([True]), torch.ones(1), lambda a: a.to(made), fill_value=fill_value).dtype == dtype
     )
     torch._dynamo.reset()
 

@@ -18,9 +18,9 @@ NAN = math.nan
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
-def row_by_row(keep, fn, *xs, fill_value=0):
+def row_by_row(keep, args, fn, *, fill_value=0):
     """The oracle: fn on the batch without the other rows, the results put back in a Python loop."""
-    values = fn(*[x[[i for i, k in enumerate(keep.tolist()) if k]] for x in xs])
+    values = fn(*[x[[i for i, k in enumerate(keep.tolist()) if k]] for x in args])
     own = iter(values.unbind())
     rest = torch.full(values.shape[1:], fill_value, dtype=values.dtype)
     rows = [next(own) if k else rest for k in keep.tolist()]
@@ -40,8 +40,8 @@ def test_equal_to_the_batch_without_the_other_rows(keep, strided):
     x[~keep] = NAN
     y[~keep] = math.inf
     check_against(
-        lambda x, y: gg.apply_rows(keep, together, x, y, fill_value=2.5),
-        lambda x, y: row_by_row(keep, together, x, y, fill_value=2.5),
+        lambda x, y: gg.apply_rows(keep, (x, y), together, fill_value=2.5),
+        lambda x, y: row_by_row(keep, (x, y), together, fill_value=2.5),
         [x, y],
         exact=True,
     )
@@ -50,7 +50,7 @@ def test_equal_to_the_batch_without_the_other_rows(keep, strided):
 def test_every_promise():
     keep = torch.tensor([True, False, True, True])
     fn, oracle = (
-        lambda x, y, call=call: call(keep, lambda a, b: (a * b.unsqueeze(1)).sin(), x, y)
+        lambda x, y, call=call: call(keep, (x, y), lambda a, b: (a * b.unsqueeze(1)).sin())
         for call in (gg.apply_rows, row_by_row)
     )
     inputs = torch.randn(4, 3), torch.randn(4)
@@ -73,14 +73,14 @@ def test_a_model_with_batchnorm_and_dropout_is_bit_identical_to_the_smaller_batc
         forward(model).pow(2).sum().backward()
         return [p.grad for p in model.parameters()] + list(model.buffers())
 
-    ours = run(lambda model: gg.apply_rows(keep, model, batch)[keep])
+    ours = run(lambda model: gg.apply_rows(keep, batch, model)[keep])
     theirs = run(lambda model: model(batch[keep]))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_the_other_rows_get_exactly_zero_whatever_arrives():
     x = torch.tensor([[1.0], [NAN], [2.0]], requires_grad=True)
-    out = gg.apply_rows(torch.tensor([True, False, True]), torch.exp, x)
+    out = gg.apply_rows(torch.tensor([True, False, True]), x, torch.exp)
     (gradient,) = torch.autograd.grad(out, x, torch.tensor([[1.0], [NAN], [0.0]]))
     assert torch.equal(gradient, torch.tensor([[math.e], [0.0], [0.0]]))
 
@@ -98,7 +98,7 @@ def test_results_and_arguments_of_any_structure():
             "flag": batch["ids"] > 8,
         }
 
-    out = gg.apply_rows(keep, fn, batch, torch.tensor([1.0, NAN, 2.0]), fill_value=0)
+    out = gg.apply_rows(keep, (batch, torch.tensor([1.0, NAN, 2.0])), fn, fill_value=0)
     assert out["picture"].shape == (3, 2, 4)
     assert isinstance(out["pair"], Pair)
     assert out["pair"].first.tolist() == [7, 0, 9]
@@ -106,6 +106,17 @@ def test_results_and_arguments_of_any_structure():
     assert out["nothing"] is None
     assert out["flag"].dtype == torch.bool
     assert out["flag"].tolist() == [False, False, True]
+
+
+def test_a_dict_or_a_namedtuple_is_one_argument_and_a_tuple_or_list_several():
+    keep, x = torch.tensor([True, False]), torch.tensor([1.0, NAN])
+    for args, fn in (
+        ({"x": x}, lambda batch: batch["x"] * 2),
+        (Pair(x, None), lambda pair: pair.first * 2),
+        ((x, x), torch.add),
+        ([x, x], torch.add),
+    ):
+        assert gg.apply_rows(keep, args, fn).tolist() == [2.0, 0.0]
 
 
 def test_nothing_kept_is_a_batch_of_no_rows():
@@ -116,7 +127,7 @@ def test_nothing_kept_is_a_batch_of_no_rows():
         seen.append(x.shape)
         return layer(x)
 
-    out = gg.apply_rows(torch.zeros(4, dtype=torch.bool), fn, torch.full((4, 3), NAN), fill_value=-1)
+    out = gg.apply_rows(torch.zeros(4, dtype=torch.bool), torch.full((4, 3), NAN), fn, fill_value=-1)
     assert seen == [(0, 3)]
     assert torch.equal(out, torch.full((4, 2), -1.0))
     out.sum().backward()
@@ -125,11 +136,11 @@ def test_nothing_kept_is_a_batch_of_no_rows():
 
 def test_everything_kept_is_the_function_itself():
     x = torch.randn(3, 2)
-    assert gg.apply_rows(torch.ones(3, dtype=torch.bool), lambda a: a, x) is x
+    assert gg.apply_rows(torch.ones(3, dtype=torch.bool), x, lambda a: a) is x
     given_out = torch.arange(3)
-    out = gg.apply_rows(torch.ones(3, dtype=torch.bool), lambda a: given_out, x, fill_value=NAN)
+    out = gg.apply_rows(torch.ones(3, dtype=torch.bool), x, lambda a: given_out, fill_value=NAN)
     assert out.dtype == torch.float32  # the dtype does not depend on the mask
-    assert gg.apply_rows(torch.ones(0, dtype=torch.bool), torch.exp, x[:0]).shape == (0, 2)
+    assert gg.apply_rows(torch.ones(0, dtype=torch.bool), x[:0], torch.exp).shape == (0, 2)
 
 
 def test_one_compiled_graph_serves_every_number_of_rows():
@@ -137,7 +148,7 @@ def test_one_compiled_graph_serves_every_number_of_rows():
     layer = torch.nn.Linear(3, 2)
 
     def step(keep, x):
-        return gg.apply_rows(keep, lambda a: {"out": layer(a).sin()}, x * 2)["out"].sum()
+        return gg.apply_rows(keep, x * 2, lambda a: {"out": layer(a).sin()})["out"].sum()
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for keep in ([True, False, True, True], [True] * 4, [False] * 4):
@@ -152,32 +163,32 @@ def test_one_compiled_graph_serves_every_number_of_rows():
 
 def test_errors_of_apply_rows():
     x, keep = torch.ones(3, 2), torch.tensor([True, False, True])
-    with pytest.raises(ArgumentValueError, match=r"there is no tensor in `xs`"):
-        gg.apply_rows(keep, torch.exp)
-    with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `xs` is the str 'a'"):
-        gg.apply_rows(keep, torch.exp, ["a", "b", "c"])
+    with pytest.raises(ArgumentValueError, match=r"there is no tensor in `args`"):
+        gg.apply_rows(keep, (), torch.exp)
+    with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `args` is the str 'a'"):
+        gg.apply_rows(keep, ["a", "b", "c"], torch.exp)
     with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `keep` is the list"):
-        gg.apply_rows([True, False, True], torch.exp, x)
+        gg.apply_rows([True, False, True], x, torch.exp)
     with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `keep` is an int64 tensor"):
-        gg.apply_rows(keep.long(), torch.exp, x)
+        gg.apply_rows(keep.long(), x, torch.exp)
     with pytest.raises(
-        ArgumentValueError, match=r"`keep` has shape \(3, 2\), xs have \(3, 2\)(.|\n)*keep.all\(dim=1\)"
+        ArgumentValueError, match=r"`keep` has shape \(3, 2\), the arguments have \(3, 2\)(.|\n)*keep.all\(dim=1\)"
     ):
-        gg.apply_rows(x > 0, torch.exp, x)
-    with pytest.raises(ArgumentValueError, match=r"`keep` has shape \(3,\), xs have \(3, 2\), \(2,\)"):
-        gg.apply_rows(keep, torch.mul, x, torch.ones(2))
-    with pytest.raises(ArgumentValueError, match=r"`keep` has shape \(3,\), xs have \(\)"):
-        gg.apply_rows(keep, torch.exp, torch.tensor(1.0))
+        gg.apply_rows(x > 0, x, torch.exp)
+    with pytest.raises(ArgumentValueError, match=r"`keep` has shape \(3,\), the arguments have \(3, 2\), \(2,\)"):
+        gg.apply_rows(keep, (x, torch.ones(2)), torch.mul)
+    with pytest.raises(ArgumentValueError, match=r"`keep` has shape \(3,\), the arguments have \(\)"):
+        gg.apply_rows(keep, torch.tensor(1.0), torch.exp)
     with pytest.raises(ArgumentValueError, match=r"`keep` is on cpu, x is on meta"):
-        gg.apply_rows(keep, torch.exp, torch.ones(3, device="meta"))
+        gg.apply_rows(keep, torch.ones(3, device="meta"), torch.exp)
     with pytest.raises(ArgumentValueError, match=r"called with 2 rows and gave a float32 tensor of shape \(\)"):
-        gg.apply_rows(keep, torch.sum, x)
+        gg.apply_rows(keep, x, torch.sum)
     with pytest.raises(ArgumentTypeError, match=r"`fn` gave the float 1.0(.|\n)*torch.full"):
-        gg.apply_rows(keep, lambda a: (a, 1.0), x)
+        gg.apply_rows(keep, x, lambda a: (a, 1.0))
     with pytest.raises(ArgumentTypeError, match=r"apply_rows\(\): `fill_value` is None"):
-        gg.apply_rows(keep, torch.exp, x, fill_value=None)
+        gg.apply_rows(keep, x, torch.exp, fill_value=None)
     with pytest.raises(ArgumentValueError, match=r"`fill_value` is -1, the result is uint8"):
-        gg.apply_rows(keep, lambda a: a.byte(), x, fill_value=-1)
+        gg.apply_rows(keep, x, lambda a: a.byte(), fill_value=-1)
 
 
 # --- limits, as LIMITATIONS.md tells them ----------------------------------------------------------------------------
@@ -185,7 +196,7 @@ def test_errors_of_apply_rows():
 
 def test_a_mask_that_vmap_batches_is_refused_for_rows():
     def call(keep, x):
-        return gg.apply_rows(keep, torch.exp, x)
+        return gg.apply_rows(keep, x, torch.exp)
 
     with pytest.raises(ArgumentValueError, match=r"cannot be read here(.|\n)*apply_rows around vmap"):
         torch.vmap(call)(torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3))
@@ -204,9 +215,9 @@ def test_a_mask_that_vmap_batches_is_refused_for_rows():
 def test_a_mask_without_values_is_refused_for_rows(make, inside):
     before = torch.ones(3, dtype=torch.bool)
     with make(), pytest.raises(ArgumentValueError, match="cannot be read here"):
-        gg.apply_rows(torch.ones(3, dtype=torch.bool) if inside else before, torch.exp, torch.ones(3))
+        gg.apply_rows(torch.ones(3, dtype=torch.bool) if inside else before, torch.ones(3), torch.exp)
     with pytest.raises(ArgumentValueError, match="cannot be read here"):
-        gg.apply_rows(before.to("meta"), torch.exp, torch.ones(3, device="meta"))
+        gg.apply_rows(before.to("meta"), torch.ones(3, device="meta"), torch.exp)
 
 
 def test_inside_vmap_a_function_that_mixes_elements_sees_the_stand_ins():
@@ -235,7 +246,7 @@ def test_inside_vmap_a_function_without_elements_sees_one_half():
 
 @pytest.mark.parametrize("fill_value", [0, 0.0, -0.0, 1, 2.5, math.nan])
 def test_every_fill_value_is_kept_to_its_sign(fill_value):
-    filled = gg.apply_rows(torch.tensor([True, False]), lambda x: x, torch.ones(2, 3), fill_value=fill_value)[1]
+    filled = gg.apply_rows(torch.tensor([True, False]), torch.ones(2, 3), lambda x: x, fill_value=fill_value)[1]
     assert torch.equal(filled, torch.full((3,), fill_value)) or math.isnan(fill_value)
     assert (filled.signbit() == torch.tensor(fill_value).signbit()).all()
     assert (filled.isnan() == math.isnan(fill_value)).all()

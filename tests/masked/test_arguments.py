@@ -136,12 +136,12 @@ def test_functions_and_fill_values_of_apply():
         gg.apply_where(KEEP, 3.0, torch.sqrt)
     with refused(ArgumentTypeError, r"(?s)`otherwise` is the float 2.0.*fn, fill_value=2.0\)"):
         gg.apply_where(KEEP, X, torch.sqrt, 2.0)
-    with refused(ArgumentTypeError, r"(?s)apply_rows\(\): `fn` is a float32 tensor.*gg.apply_rows\(keep, fn, x\)"):
-        gg.apply_rows(KEEP[:, 0], X, torch.sqrt)
+    with refused(ArgumentTypeError, r"(?s)apply_rows\(\): `fn` is a float32 tensor.*gg.apply_rows\(keep, x, fn\)"):
+        gg.apply_rows(KEEP[:, 0], torch.sqrt, X)
     half = X.half()
     for call in (
         lambda: gg.apply_where(KEEP, half, torch.sqrt, fill_value=1e6),
-        lambda: gg.apply_rows(KEEP[:, 3], torch.sqrt, half, fill_value=1e6),
+        lambda: gg.apply_rows(KEEP[:, 3], half, torch.sqrt, fill_value=1e6),
         lambda: masked.impute(half, keep=KEEP, using=1e6),
     ):
         with refused(ArgumentValueError, r"(?s) is 1000000.0, the result is float16.*values in torch.float32"):

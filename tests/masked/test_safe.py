@@ -28,15 +28,15 @@ DOCS = Path(__file__).parents[2] / "docs" / "rooms" / "masked.md"
 # How the table of docs/rooms/masked.md says it, the call, inputs at the bad point, the value there.
 BAD = [
     ("safe_divide: y = 0", safe_divide, ([3.0, 0.0, -1.0, INF, NAN], [0.0, -0.0, 0.0, 0.0, 0.0]), 0.0),
-    ("safe_divide: y = 0", lambda x, y: safe_divide(x, y, fill=7), ([3.0], [0.0]), 7.0),
+    ("safe_divide: y = 0", lambda x, y: safe_divide(x, y, fill_value=7), ([3.0], [0.0]), 7.0),
     ("safe_log: x <= 0", safe_log, ([0.0, -0.0, -1.0, -INF],), 0.0),
-    ("safe_log: x <= 0", lambda x: safe_log(x, fill=-100), ([0.0, -2.0],), -100.0),
-    ("safe_sqrt: x = 0", lambda x: safe_sqrt(x, fill=5), ([0.0, -0.0],), 0.0),
-    ("safe_sqrt: x < 0", lambda x: safe_sqrt(x, fill=5), ([-1.0, -INF],), 5.0),
-    ("safe_pow: x = 0, p < 0", lambda x, p: safe_pow(x, p, fill=5), ([0.0, -0.0, 0.0], [-1.0, -0.5, -INF]), 5.0),
-    ("safe_pow: x = 0, p > 0 not whole", lambda x, p: safe_pow(x, p, fill=5), ([0.0, 0.0], [0.5, 1.5]), 0.0),
-    ("safe_pow: x < 0, p not whole", lambda x, p: safe_pow(x, p, fill=5), ([-4.0, -0.5], [0.5, -1.5]), 5.0),
-    ("safe_pow: x < 0, p not whole", lambda x: safe_pow(x, 0.5, fill=5), ([-4.0, -INF],), 5.0),
+    ("safe_log: x <= 0", lambda x: safe_log(x, fill_value=-100), ([0.0, -2.0],), -100.0),
+    ("safe_sqrt: x = 0", lambda x: safe_sqrt(x, fill_value=5), ([0.0, -0.0],), 0.0),
+    ("safe_sqrt: x < 0", lambda x: safe_sqrt(x, fill_value=5), ([-1.0, -INF],), 5.0),
+    ("safe_pow: x = 0, p < 0", lambda x, p: safe_pow(x, p, fill_value=5), ([0.0, -0.0, 0.0], [-1.0, -0.5, -INF]), 5.0),
+    ("safe_pow: x = 0, p > 0 not whole", lambda x, p: safe_pow(x, p, fill_value=5), ([0.0, 0.0], [0.5, 1.5]), 0.0),
+    ("safe_pow: x < 0, p not whole", lambda x, p: safe_pow(x, p, fill_value=5), ([-4.0, -0.5], [0.5, -1.5]), 5.0),
+    ("safe_pow: x < 0, p not whole", lambda x: safe_pow(x, 0.5, fill_value=5), ([-4.0, -INF],), 5.0),
     ("safe_norm: the zero vector", safe_norm, ([0.0, -0.0, 0.0],), 0.0),
     ("safe_normalize: the zero vector", safe_normalize, ([0.0, -0.0, 0.0],), 0.0),
     ("safe_acos: x >= 1", safe_acos, ([1.0, 1.0000001, INF],), 0.0),
@@ -211,7 +211,7 @@ def test_numbers_and_integers_divide_as_in_torch():
     x = torch.tensor([1.0, 0.0], requires_grad=True)
     assert torch.equal(safe_divide(x, 3.0), x / 3.0)
     assert torch.equal(safe_divide(2, x), torch.tensor([2.0, 0.0]))
-    out = safe_divide(x, 0, fill=NAN)
+    out = safe_divide(x, 0, fill_value=NAN)
     assert out.isnan().all()
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.zeros(2))
     halves = safe_divide(torch.tensor([1, 2]), torch.tensor([2, 0]))
@@ -253,8 +253,8 @@ def test_errors_say_what_and_how():
         safe_divide(1.0, 2.0)
     with pytest.raises(ArgumentTypeError, match=r"masked.safe_log\(\): `x` is the list"):
         safe_log([1.0])
-    with pytest.raises(ArgumentTypeError, match=r"`fill` is the str 'zero'(.|\n)*Fix: masked.safe_sqrt"):
-        safe_sqrt(one, fill="zero")
+    with pytest.raises(ArgumentTypeError, match=r"`fill_value` is the str 'zero'(.|\n)*Fix: masked.safe_sqrt"):
+        safe_sqrt(one, fill_value="zero")
     with pytest.raises(ArgumentTypeError, match=r"safe_acos\(\): `x` is a complex64 tensor(.|\n)*x.real"):
         safe_acos(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ArgumentTypeError, match=r"safe_pow\(\): `exponent` is a complex64"):

@@ -278,10 +278,3 @@ def test_what_cannot_be_called_or_decorated():
 def test_it_says_what_it_is():
     assert repr(gg.grad_mode(False)) == "grad_mode(False, locked=True)"
     assert repr(gg.grad_mode(True, locked=False)) == "grad_mode(True, locked=False)"
-
-
-def test_torchs_own_names_are_torchs_own():
-    assert gg.no_grad is torch.no_grad
-    assert gg.enable_grad is torch.enable_grad
-    assert gg.set_grad_enabled is torch.set_grad_enabled
-    assert gg.is_grad_enabled is torch.is_grad_enabled

@@ -44,7 +44,7 @@ ROWS = [
     ),
     Row(
         "gg.apply_rows",
-        lambda keep, x: gg.apply_rows(keep, torch.sin, x),
+        lambda keep, x: gg.apply_rows(keep, x, torch.sin),
         (ROWS_KEPT, X),
         empty=(ROWS_KEPT[:0], X[:0]),
         no={"vmap": "How many rows the function sees depends on `keep`; where vmap batches it, it is refused."},

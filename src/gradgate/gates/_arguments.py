@@ -12,7 +12,7 @@ from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.gates._meter import GateMeter
 
-__all__ = ["check_factor", "check_fill", "check_limit", "check_meter", "check_pair"]
+__all__ = ["check_factor", "check_fill_value", "check_limit", "check_meter", "check_pair"]
 
 
 def is_number(value: Any) -> bool:
@@ -76,23 +76,23 @@ def check_limit(limit: Any, *, name: str) -> None:
         )
 
 
-def check_fill(fill: Any, x: torch.Tensor) -> None:
+def check_fill_value(fill_value: Any, x: torch.Tensor) -> None:
     """Make sure that what replaces a non-finite gradient is itself finite, also in the dtype of x.
 
     Raises:
         ArgumentTypeError: It is not a number.
         ArgumentValueError: It is not finite in the dtype of x.
     """
-    if not is_number(fill):
+    if not is_number(fill_value):
         raise ArgumentTypeError(
-            f"finite_grad(): `fill` is {describe(fill)}.", why="it is a plain number.", fix="fill=0.0"
+            f"finite_grad(): `fill_value` is {describe(fill_value)}.", why="it is a plain number.", fix="fill_value=0.0"
         )
     floating = x.is_floating_point() or x.is_complex()
-    if not abs(fill) <= (torch.finfo(x.dtype).max if floating else math.inf) or math.isinf(fill):
+    if not abs(fill_value) <= (torch.finfo(x.dtype).max if floating else math.inf) or math.isinf(fill_value):
         raise ArgumentValueError(
-            f"finite_grad(): `fill` is {fill}, x is {str(x.dtype).removeprefix('torch.')}.",
+            f"finite_grad(): `fill_value` is {fill_value}, x is {str(x.dtype).removeprefix('torch.')}.",
             why="what replaces a non-finite gradient has to be finite itself.",
-            fix="fill=0.0",
+            fix="fill_value=0.0",
         )
 
 

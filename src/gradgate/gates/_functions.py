@@ -12,7 +12,7 @@ from gradgate._names import describe
 from gradgate._torch_compat import is_traced
 from gradgate.errors import ArgumentValueError
 from gradgate.gates import _eager, _traced
-from gradgate.gates._arguments import check_factor, check_fill, check_limit, check_meter, check_pair
+from gradgate.gates._arguments import check_factor, check_fill_value, check_limit, check_meter, check_pair
 from gradgate.gates._eager import put_mask
 from gradgate.gates._meter import GateMeter
 from gradgate.gates._rules import Chosen, Clip, Finite, Mask, Rule, Scale, Whole
@@ -186,24 +186,25 @@ def clip_grad(
     return _put_rule(x, Clip(max_norm, max_value, per_sample), None, meter, "clip_grad")
 
 
-def finite_grad(x: torch.Tensor, fill: float = 0.0, *, meter: GateMeter | None = None) -> torch.Tensor:
+def finite_grad(x: torch.Tensor, fill_value: float = 0.0, *, meter: GateMeter | None = None) -> torch.Tensor:
     """Replace what is not finite in the gradient on its way back.
 
     Args:
         x: Any tensor.
-        fill: What takes the place of NaN, Inf and -Inf.
+        fill_value: What takes the place of NaN, Inf and -Inf.
         meter: Counts what was replaced, as `stopped`.
 
     Returns:
         The values of x, in the same memory as long as neither is written to.
 
     Raises:
-        ArgumentTypeError: x is not a tensor or fill is not a number.
-        ArgumentValueError: fill is not finite in the dtype of x.
+        ArgumentTypeError: x is not a tensor or fill_value is not a number.
+        ArgumentValueError: fill_value is not finite in the dtype of x.
 
     Gradient:
-        The arriving one where it is finite, fill elsewhere (a complex number is finite if both its parts are). There
-        is no forward mode: the rule depends on the gradient. Second derivatives flow where the gradient was finite.
+        The arriving one where it is finite, `fill_value` elsewhere (a complex number is finite if both its parts are).
+        There is no forward mode: the rule depends on the gradient. Second derivatives flow where the gradient was
+        finite.
 
     Examples:
         >>> meter = gg.GateMeter()
@@ -213,8 +214,8 @@ def finite_grad(x: torch.Tensor, fill: float = 0.0, *, meter: GateMeter | None =
         (tensor([0., 0.]), 2)
     """
     check_tensor(x, name="x", function="finite_grad")
-    check_fill(fill, x)
-    return _put_rule(x, Finite(fill), None, meter, "finite_grad")
+    check_fill_value(fill_value, x)
+    return _put_rule(x, Finite(fill_value), None, meter, "finite_grad")
 
 
 def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:

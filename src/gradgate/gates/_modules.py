@@ -206,21 +206,21 @@ class FiniteGrad(GateModule):
     """`finite_grad` as a module.
 
     Args:
-        fill: What takes the place of NaN, Inf and -Inf; see `finite_grad`. Set `module.fill` at any time.
+        fill_value: What replaces NaN, Inf and -Inf; see `finite_grad`. Set `module.fill_value` at any time.
         meter: Counts what was replaced, as `stopped`.
-        save: Put fill into the state_dict.
+        save: Put fill_value into the state_dict.
 
     Examples:
         >>> gg.FiniteGrad()
-        FiniteGrad(fill=0.0)
+        FiniteGrad(fill_value=0.0)
     """
 
-    settings = ("fill",)
+    settings = ("fill_value",)
 
-    def __init__(self, fill: float = 0.0, *, meter: GateMeter | None = None, save: bool = False) -> None:
+    def __init__(self, fill_value: float = 0.0, *, meter: GateMeter | None = None, save: bool = False) -> None:
         super().__init__(meter, save)
-        self.fill = fill
+        self.fill_value = fill_value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Give x, what is not finite in its gradient replaced."""
-        return finite_grad(x, self.fill, meter=self.meter)
+        return finite_grad(x, self.fill_value, meter=self.meter)

@@ -147,13 +147,13 @@ class Clip(Rule):
 class Finite(Rule):
     """The gradient where it is finite, and a number elsewhere."""
 
-    fill: float
+    fill_value: float
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         """Give the gradient with its gaps filled."""
         if torch.is_grad_enabled() or gradient.is_complex():
-            return torch.where(gradient.isfinite(), gradient, self.fill)
-        return gradient.nan_to_num(self.fill, self.fill, self.fill)
+            return torch.where(gradient.isfinite(), gradient, self.fill_value)
+        return gradient.nan_to_num(self.fill_value, self.fill_value, self.fill_value)
 
     def stopped(self, gradient: torch.Tensor) -> torch.Tensor:
         """Count what is not finite."""

@@ -165,15 +165,15 @@ def _one_each(fn: Elementwise, own: list[torch.Tensor], name: str) -> torch.Tens
         raise ArgumentValueError(
             f"apply_where(): `{name}` was called with {len(own[0])} elements and gave {describe(values)}.",
             why="it has to give one value for each element, so that each can go back to its place.",
-            fix="gg.apply_rows(keep, fn, x)   # if it works on whole rows",
+            fix="gg.apply_rows(keep, x, fn)   # if it works on whole rows",
         )
     return values
 
 
-def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value: complex = 0) -> Any:
+def apply_rows(keep: torch.Tensor, args: Any, fn: Callable[..., Any], *, fill_value: complex = 0) -> Any:
     """Compute `fn` for the kept rows (samples) only, and give its results for all rows.
 
-    Equal, bit for bit, to fn on the batch without the other rows. With everything kept it is `fn(*xs)` itself; with
+    Equal, bit for bit, to fn on the batch without the other rows. With everything kept it is `fn(*args)` itself; with
     nothing kept fn sees a batch of 0 rows, so that the shape and dtype of the result do not depend on the data and
     parameters get a gradient of 0 instead of none.
 
@@ -182,28 +182,29 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
 
     Args:
         keep: A boolean tensor with one answer for each row.
+        args: One argument, or a plain tuple or list of several. Each is a tensor with as many rows, or a dict,
+            namedtuple or other pytree of them; None stays None.
         fn: Called as `fn(*rows)`. Gives a tensor with one row for each of its rows, or a tuple, list, dict or any
             pytree of such tensors; None in it stays None.
-        *xs: Tensors with as many rows, or pytrees of them; None in them stays None.
         fill_value: What the rows that are not kept give.
 
     Returns:
         What fn gave, with all rows. A fill value that a dtype cannot hold promotes it (NaN makes integers floating).
 
     Raises:
-        ArgumentTypeError: `keep` is not a boolean tensor, something in xs or in fn's result is not a tensor, or
+        ArgumentTypeError: `keep` is not a boolean tensor, something in args or in fn's result is not a tensor, or
             `fill_value` is not a number.
-        ArgumentValueError: The number of rows differs, there is no tensor in xs, `keep` is batched by vmap, or the
+        ArgumentValueError: The number of rows differs, there is no tensor in args, `keep` is batched by vmap, or the
             result cannot hold `fill_value`.
 
     Gradient:
-        To the kept rows of every x, and to every tensor that fn uses besides, as from fn on the batch without the
-        other rows. The other rows get exactly 0, whatever they are and whatever gradient arrives there.
+        To the kept rows of every argument, and to every tensor that fn uses besides, as from fn on the batch without
+        the other rows. The other rows get exactly 0, whatever they are and whatever gradient arrives there.
 
     Examples:
         >>> x = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
         >>> layer = torch.nn.Linear(2, 3)
-        >>> out = gg.apply_rows(x.isfinite().all(1), layer, x)
+        >>> out = gg.apply_rows(x.isfinite().all(1), x, layer)
         >>> out.shape, out[1].tolist()
         (torch.Size([2, 3]), [0.0, 0.0, 0.0])
     """
@@ -212,14 +213,14 @@ def apply_rows(keep: torch.Tensor, fn: Callable[..., Any], *xs: Any, fill_value:
     if not callable(fn):
         raise ArgumentTypeError(
             f"apply_rows(): `fn` is {describe(fn)}.",
-            why="the function comes before the tensors whose rows it is called with.",
-            fix="gg.apply_rows(keep, fn, x)",
+            why="the tensors come first, then the function that is called with their rows.",
+            fix="gg.apply_rows(keep, x, fn)",
         )
-    single = len(xs) == 1 and isinstance(xs[0], torch.Tensor)  # as most are, and the walk through a tree takes its time
-    rows: Sequence[Any] = xs
+    rows: Sequence[Any] = (args,)
     structure: Any = None
+    single = isinstance(args, torch.Tensor)  # as most are, and flattening a tree takes time
     if not single:
-        rows, structure = tree_flatten(xs)
+        rows, structure = tree_flatten(tuple(args) if type(args) in (tuple, list) else (args,))
     if not _fit(keep, rows):
         _check_rows(keep, rows)
     try:
@@ -262,19 +263,19 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> None:
     tensors = [row for row in rows if row is not None]
     if not tensors:
         raise ArgumentValueError(
-            "apply_rows(): there is no tensor in `xs`.",
+            "apply_rows(): there is no tensor in `args`.",
             why="without one there are no rows to choose from.",
-            fix="apply_rows(keep, fn, x)",
+            fix="apply_rows(keep, x, fn)",
         )
     for row in tensors:
-        check_tensor(row, name="xs", function="apply_rows")
+        check_tensor(row, name="args", function="apply_rows")
     check_keep(keep, keep if isinstance(keep, torch.Tensor) else tensors[0], function="apply_rows")
     if keep.dim() != 1 or any(row.dim() == 0 or len(row) != len(keep) for row in tensors):
         raise ArgumentValueError(
-            f"apply_rows(): `keep` has shape {tuple(keep.shape)}, xs have "
+            f"apply_rows(): `keep` has shape {tuple(keep.shape)}, the arguments have "
             f"{', '.join(str(tuple(row.shape)) for row in tensors)}.",
-            why="keep has one answer for each row, and a row is an entry of the first dimension of every x.",
-            fix="apply_rows(keep.all(dim=1), fn, x)   # if keep has one answer for each element",
+            why="keep has one answer for each row, and a row is an entry of the first dimension of every argument.",
+            fix="apply_rows(keep.all(dim=1), x, fn)   # if keep has one answer for each element",
         )
     for row in tensors:
         if row.device != keep.device:
@@ -286,7 +287,7 @@ def _check_readable(keep: torch.Tensor) -> None:
         raise ArgumentValueError(
             "apply_rows(): the values of `keep` cannot be read here (vmap, FakeTensorMode or the meta device).",
             why="how many rows fn sees depends on them, and here there is not one number of rows.",
-            fix="gg.apply_rows(keep, torch.vmap(fn), x)   # apply_rows around vmap instead of inside it",
+            fix="gg.apply_rows(keep, x, torch.vmap(fn))   # apply_rows around vmap instead of inside it",
         ) from None
 
 

@@ -30,19 +30,19 @@ __all__ = [
 ]
 
 
-def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill: complex = 0) -> torch.Tensor:
+def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill_value: complex = 0) -> torch.Tensor:
     """Divide, with a defined result where the divisor is 0.
 
     Args:
         x: The numerator, a tensor or a number.
         y: The denominator, a tensor or a number; the two broadcast, and at least one of them is a tensor.
-        fill: What a division by 0 gives, whatever the numerator is.
+        fill_value: What a division by 0 gives, whatever the numerator is.
 
     Returns:
-        `x / y`, and `fill` where y is 0.
+        `x / y`, and `fill_value` where y is 0.
 
     Raises:
-        ArgumentTypeError: Neither x nor y is a tensor, or one of them is neither a tensor nor a number, or `fill` is
+        ArgumentTypeError: Neither x nor y is a tensor, one of them is neither a tensor nor a number, or `fill_value` is
             not a number.
         ArgumentValueError: Their shapes do not broadcast.
 
@@ -53,7 +53,7 @@ def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill: c
         >>> gg.masked.safe_divide(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 0.0, 0.0]))
         tensor([0.5000, 0.0000, 0.0000])
     """
-    _check_fill(fill, "masked.safe_divide")
+    _check_fill_value(fill_value, "masked.safe_divide")
     if not isinstance(y, torch.Tensor):
         _check_operand(y, "y", "masked.safe_divide")
         x = check_tensor(x, name="x", function="masked.safe_divide")
@@ -64,51 +64,51 @@ def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill: c
         _check_operand(x, "x", "masked.safe_divide")
     bad = y == 0
     try:
-        return torch.where(bad, fill, x / torch.where(bad, 1, y))
+        return torch.where(bad, fill_value, x / torch.where(bad, 1, y))
     except RuntimeError:
         if isinstance(x, torch.Tensor):
             check_broadcast(x, y, names=("x", "y"), function="masked.safe_divide")
         raise
 
 
-def safe_log(x: torch.Tensor, *, fill: complex = 0) -> torch.Tensor:
+def safe_log(x: torch.Tensor, *, fill_value: complex = 0) -> torch.Tensor:
     """Take the natural logarithm, with a defined result at 0 and beneath.
 
     Args:
         x: The values.
-        fill: What 0 and, for real x, negative values give.
+        fill_value: What 0 and, for real x, negative values give.
 
     Returns:
-        `log(x)`, and `fill` at the bad points.
+        `log(x)`, and `fill_value` at the bad points.
 
     Raises:
-        ArgumentTypeError: x is not a tensor, or `fill` is not a number.
+        ArgumentTypeError: x is not a tensor, or `fill_value` is not a number.
 
     Gradient:
-        That of `log(x)`; exactly 0 where `fill` was given.
+        That of `log(x)`; exactly 0 where `fill_value` was given.
 
     Examples:
-        >>> gg.masked.safe_log(torch.tensor([1.0, 0.0, -2.0]), fill=-100)
+        >>> gg.masked.safe_log(torch.tensor([1.0, 0.0, -2.0]), fill_value=-100)
         tensor([   0., -100., -100.])
     """
     check_tensor(x, name="x", function="masked.safe_log")
-    _check_fill(fill, "masked.safe_log")
+    _check_fill_value(fill_value, "masked.safe_log")
     bad = x == 0 if x.is_complex() else x <= 0
-    return torch.where(bad, fill, torch.where(bad, 1, x).log())
+    return torch.where(bad, fill_value, torch.where(bad, 1, x).log())
 
 
-def safe_sqrt(x: torch.Tensor, *, fill: complex = 0) -> torch.Tensor:
+def safe_sqrt(x: torch.Tensor, *, fill_value: complex = 0) -> torch.Tensor:
     """Take the square root, with a gradient of 0 at 0 and a defined result beneath.
 
     Args:
         x: The values.
-        fill: What negative values give, for real x.
+        fill_value: What negative values give, for real x.
 
     Returns:
-        `sqrt(x)`, and `fill` where x is negative.
+        `sqrt(x)`, and `fill_value` where x is negative.
 
     Raises:
-        ArgumentTypeError: x is not a tensor, or `fill` is not a number.
+        ArgumentTypeError: x is not a tensor, or `fill_value` is not a number.
 
     Gradient:
         That of `sqrt(x)`; exactly 0 where x is 0 (the plain one is infinite) or negative.
@@ -120,30 +120,30 @@ def safe_sqrt(x: torch.Tensor, *, fill: complex = 0) -> torch.Tensor:
         tensor([0.2500, 0.0000, 0.0000])
     """
     check_tensor(x, name="x", function="masked.safe_sqrt")
-    _check_fill(fill, "masked.safe_sqrt")
+    _check_fill_value(fill_value, "masked.safe_sqrt")
     zero = x == 0
     bad = zero if x.is_complex() else x <= 0
-    return torch.where(zero, 0, torch.where(bad, fill, torch.where(bad, 1, x).sqrt()))
+    return torch.where(zero, 0, torch.where(bad, fill_value, torch.where(bad, 1, x).sqrt()))
 
 
-def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0) -> torch.Tensor:
+def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill_value: float = 0) -> torch.Tensor:
     """Raise to a power, with a defined result where the plain one is infinite or has no real value.
 
     Args:
         x: The base, real.
         exponent: The exponent, a real tensor or number; the two broadcast.
-        fill: What 0 to a negative power, and a negative number to a power that is not whole, give.
+        fill_value: What 0 to a negative power, and a negative number to a power that is not whole, give.
 
     Returns:
-        `x ** exponent`, and `fill` at the bad points.
+        `x ** exponent`, and `fill_value` at the bad points.
 
     Raises:
-        ArgumentTypeError: x is not a real tensor, `exponent` is not real, or `fill` is not a number.
+        ArgumentTypeError: x is not a real tensor, `exponent` is not real, or `fill_value` is not a number.
         ArgumentValueError: The shapes of x and `exponent` do not broadcast.
 
     Gradient:
-        That of `x ** exponent`. Exactly 0 to both where `fill` was given, and at 0 to a positive power that is not
-        whole (beneath the power 1 the plain one is infinite). Where x is 0 or negative, exactly 0 to `exponent`
+        That of `x ** exponent`. Exactly 0 to both where `fill_value` was given, and at 0 to a positive power that is
+        not whole (beneath the power 1 the plain one is infinite). Where x is 0 or negative, exactly 0 to `exponent`
         (beneath 0 the plain one is NaN).
 
     Examples:
@@ -154,7 +154,7 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0
         (tensor([2., 0., 0.]), tensor([0.2500, 0.0000, 0.0000]))
     """
     _check_real(x, "x", "masked.safe_pow")
-    _check_fill(fill, "masked.safe_pow")
+    _check_fill_value(fill_value, "masked.safe_pow")
     if not isinstance(exponent, torch.Tensor):
         if not is_real(exponent):
             raise ArgumentTypeError(
@@ -170,7 +170,7 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0
             )
         power = torch.as_tensor(exponent, dtype=torch.float64, device=x.device)
         bad, bad_zero = _bad_power(x, power)
-        return torch.where(bad_zero, 0, torch.where(bad, fill, torch.where(bad, 1, x) ** exponent))
+        return torch.where(bad_zero, 0, torch.where(bad, fill_value, torch.where(bad, 1, x) ** exponent))
     _check_real(exponent, "exponent", "masked.safe_pow")
     try:
         bad, bad_zero = _bad_power(x, exponent)
@@ -182,7 +182,7 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill: float = 0
     low = ~bad & (x <= 0) & (exponent != 0)
     result = torch.where(x <= 0, 1, x) ** torch.where(bad, 1, exponent)
     result = torch.where(low, torch.where(low, x, 1) ** torch.where(low, exponent.detach(), 1), result)
-    return torch.where(bad_zero, 0, torch.where(bad, fill, result))
+    return torch.where(bad_zero, 0, torch.where(bad, fill_value, result))
 
 
 def _bad_power(x: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -335,12 +335,12 @@ def safe_asin(x: torch.Tensor) -> torch.Tensor:
     return torch.where(bad, x.detach().clamp(-1, 1).asin(), torch.where(bad, 0, x).asin())
 
 
-def _check_fill(fill: object, function: str) -> None:
-    if not isinstance(fill, bool | int | float | complex):
+def _check_fill_value(fill_value: object, function: str) -> None:
+    if not isinstance(fill_value, bool | int | float | complex):
         raise ArgumentTypeError(
-            f"{function}(): `fill` is {describe(fill)}.",
+            f"{function}(): `fill_value` is {describe(fill_value)}.",
             why="one number stands at all the bad points.",
-            fix=f"{function}(..., fill=0.0)",
+            fix=f"{function}(..., fill_value=0.0)",
         )
 
 

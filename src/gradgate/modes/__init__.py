@@ -5,8 +5,6 @@ that is in force; `_driving` runs generators and coroutines in a mode, step by s
 over an `await` to its asyncio task.
 """
 
-from torch import enable_grad, is_grad_enabled, no_grad, set_grad_enabled
-
 from gradgate.modes._scope import carry_mode, grad_mode
 
-__all__ = ["carry_mode", "enable_grad", "grad_mode", "is_grad_enabled", "no_grad", "set_grad_enabled"]
+__all__ = ["carry_mode", "grad_mode"]
