@@ -111,7 +111,7 @@ def plain_step(optimizer, batch, loss_fn):
 def guarded_step(guard, optimizer, batch, loss_fn):
     """Make the same under guard."""
     optimizer.zero_grad()
-    guard.step(batch, loss_fn)
+    guard.backward(batch, loss_fn)
     optimizer.step()
 
 

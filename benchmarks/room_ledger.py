@@ -155,7 +155,7 @@ def healthy_step() -> dict[str, Candidate]:
     kinds = {"ledger": gg.Guard(model, ledger=folder() / "healthy.ledger", payload=True), "no ledger": gg.Guard(model)}
 
     def step(guard: Any) -> Candidate:
-        return lambda: guard.step(batch, lambda batch: model(batch).square().mean())
+        return lambda: guard.backward(batch, lambda batch: model(batch).square().mean())
 
     return {name: step(guard) for name, guard in kinds.items()}
 

@@ -79,7 +79,7 @@ def step(model, optimizer, guard, batch):
     if guard is None:
         loss_fn(batch).backward()
     else:
-        guard.step(batch, loss_fn)
+        guard.backward(batch, loss_fn)
     optimizer.step()
 
 

@@ -87,7 +87,7 @@ def train_guarded(rank: int, ledger: str) -> tuple[nn.Module, gg.Guard]:
     for _ in range(EPOCHS):
         for x, y, names in guard.batches(map(loaded, batches_of(rank))):  # new: all ranks go on until the last is done
             optimizer.zero_grad()
-            guard.step((x, y), lambda batch: F.cross_entropy(wrapped(batch[0]), batch[1]), ids=names)  # new
+            guard.backward((x, y), lambda batch: F.cross_entropy(wrapped(batch[0]), batch[1]), ids=names)  # new
             optimizer.step()
     return net, guard
 

@@ -67,12 +67,12 @@ normed: torch.Tensor = masked.batch_norm(x, None, None, training=True, keep=x > 
 
 guard: gg.Guard = gg.Guard([last, network], ledger="run.ledger", catch=ValueError, max_bad=0.1, patience=5)
 batches: Iterator[object] = guard.batches([torch.ones(2, 3)])
-step: gg.guard.Step = guard.step(
+result: gg.guard.GuardResult = guard.backward(
     {"x": x}, lambda batch: last(batch["x"]).mean(), ids=range(2), scaler=torch.amp.GradScaler("cpu")
 )
-rows_kept: list[int] = step.kept
-reasons: tuple[gg.Incident, ...] = step.dropped
-outputs, real = guard.forward(last, x, fill_value=0.0, ids=["a", "b"])
+rows_kept: list[int] = result.kept
+reasons: tuple[gg.Incident, ...] = result.dropped
+outputs, real = guard.forward(x, last, fill_value=0.0, ids=["a", "b"])
 text: str = str(guard.summary())
 
 images: torch.utils.data.Dataset[torch.Tensor] = torch.utils.data.Dataset()

@@ -33,8 +33,8 @@ def recorded(tmp_path, monkeypatch):
 
     with gg.Ledger("run.ledger", payload=True) as ledger:
         guard = gg.Guard(training.model, ledger=ledger)
-        step = guard.step(torch.tensor([[1.0, 1.0], [-1.0, -1.0], [2.0, 2.0]]), training.loss_fn)
-    yield step.dropped[0].id
+        result = guard.backward(torch.tensor([[1.0, 1.0], [-1.0, -1.0], [2.0, 2.0]]), training.loss_fn)
+    yield result.dropped[0].id
     del sys.modules["training_with_a_log"]
 
 

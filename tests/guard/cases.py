@@ -186,8 +186,8 @@ def check(seed):
     optimizer = make_optimizer(model.parameters())
     guard = gg.Guard(model)
     for batch in batches[:-1]:
-        assert not guard.step(batch, loss_fn).dropped
-    step = guard.step(batches[-1], loss_fn)
+        assert not guard.backward(batch, loss_fn).dropped
+    result = guard.backward(batches[-1], loss_fn)
     optimizer.step()
     found = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     random_found = torch.get_rng_state(), random.getstate()
@@ -198,21 +198,21 @@ def check(seed):
     optimizer = make_optimizer(model.parameters())
     for batch in batches[:-1]:
         loss_fn(batch).mean().backward()
-    loss = loss_fn([leaf[step.kept] for leaf in batches[-1]]).mean()
+    loss = loss_fn([leaf[result.kept] for leaf in batches[-1]]).mean()
     loss.backward()
     optimizer.step()
 
-    dropped = [incident.row for incident in step.dropped]
+    dropped = [incident.row for incident in result.dropped]
     x, _, mark = batches[-1]
     sure = [row for row in bad if FAULTS[mark[row]] in SURE or x[row].isnan().any()]
-    assert sorted(dropped + step.kept) == list(range(len(x))), f"seed {seed}"
-    assert set(sure) <= set(dropped) <= set(bad), f"seed {seed}: dropped {dropped}, marked {bad}: {step.dropped}"
-    assert step.exact, f"seed {seed}: {step.reason}"
-    assert torch.equal(step.loss, loss.detach()), f"seed {seed}"
+    assert sorted(dropped + result.kept) == list(range(len(x))), f"seed {seed}"
+    assert set(sure) <= set(dropped) <= set(bad), f"seed {seed}: dropped {dropped}, marked {bad}: {result.dropped}"
+    assert result.exact, f"seed {seed}: {result.reason}"
+    assert torch.equal(result.loss, loss.detach()), f"seed {seed}"
     assert bool(loss.isfinite()), f"seed {seed}"
     assert torch.equal(torch.get_rng_state(), random_found[0]), f"seed {seed}"
     assert random.getstate() == random_found[1], f"seed {seed}"
     wanted = list(tensors_of(model, optimizer))
     assert all(bool(tensor.isfinite().all()) for tensor in wanted), f"seed {seed}"
     assert same(found, wanted), f"seed {seed}"
-    return step
+    return result

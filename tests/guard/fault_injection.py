@@ -46,15 +46,15 @@ def trained(rank, steps, seed, accumulate=False):
         batches = random_batches(rng, world, turn)
         last = not accumulate or turn % 3 == 2
         if last:
-            step = guard.step(batches[rank], loss_of(model))
+            result = guard.backward(batches[rank], loss_of(model))
         else:
             with model.no_sync():
-                step = guard.step(batches[rank], loss_of(model))
+                result = guard.backward(batches[rank], loss_of(model))
         loss = loss_of(oracle)(good(batches))
         loss.backward()
         dropped += sum(int((rows[:, 0] != 0).sum()) for rows in batches)
-        torch.testing.assert_close(step.loss.double(), loss.detach(), rtol=1e-5, atol=1e-6)
-        assert [i for i, row in enumerate(batches[rank]) if row[0] == 0] == step.kept, f"step {turn}"
+        torch.testing.assert_close(result.loss.double(), loss.detach(), rtol=1e-5, atol=1e-6)
+        assert [i for i, row in enumerate(batches[rank]) if row[0] == 0] == result.kept, f"step {turn}"
         if last:
             for optimizer in optimizers:
                 optimizer.step()
@@ -91,7 +91,7 @@ def dropout_draws_as_if_the_bad_had_never_been(rank):
     x = torch.randn(6, 3)
     x[rank] = float("nan")
     torch.manual_seed(10 + rank)
-    guard.step(x, lambda x: model(x).square().mean())
+    guard.backward(x, lambda x: model(x).square().mean())
     after = torch.get_rng_state()
     torch.manual_seed(10 + rank)
     model.module(x[[row for row in range(6) if row != rank]])

@@ -16,20 +16,20 @@ def what_a_step_costs(rank):
     sizes = [4] * dist.get_world_size()
     model = replica()
     guard = gg.Guard(model)
-    guard.step(data(sizes)[rank], loss_of(model))  # the first one also makes sure that all have the same model
+    guard.backward(data(sizes)[rank], loss_of(model))  # the first one also makes sure that all have the same model
     extra = 8 * (WIDTH + PARAMETERS)
     with collectives() as healthy:
-        guard.step(data(sizes)[rank], loss_of(model))
+        guard.backward(data(sizes)[rank], loss_of(model))
     assert healthy == [("all_reduce", BYTES + extra)]
     model.zero_grad()
     with collectives() as bad:
-        guard.step(marked(data(sizes), rank_1={0: NAN})[rank], loss_of(model))
+        guard.backward(marked(data(sizes), rank_1={0: NAN})[rank], loss_of(model))
     assert bad == [*healthy, ("all_gather_object", 0)]
     with collectives() as accumulated:  # other counts than expected, and gradients that are there: once more
-        guard.step(data(sizes)[rank], loss_of(model))
+        guard.backward(data(sizes)[rank], loss_of(model))
     assert accumulated == [*healthy, *healthy]
     with model.no_sync(), collectives() as local:
-        guard.step(data(sizes)[rank], loss_of(model))
+        guard.backward(data(sizes)[rank], loss_of(model))
     assert local == [("all_reduce", 8 * WIDTH)]
 
 
@@ -41,13 +41,13 @@ def what_a_step_of_many_buffers_costs(rank):
     try:
         model = replica()
         guard = gg.Guard(model)
-        guard.step(data(sizes)[rank], loss_of(model))
+        guard.backward(data(sizes)[rank], loss_of(model))
         model.zero_grad()
         with collectives() as healthy:
-            guard.step(data(sizes)[rank], loss_of(model))
+            guard.backward(data(sizes)[rank], loss_of(model))
         model.zero_grad()
         with collectives() as bad:
-            guard.step(marked(data(sizes), rank_1={0: GRADIENT})[rank], loss_of(model))
+            guard.backward(marked(data(sizes), rank_1={0: GRADIENT})[rank], loss_of(model))
     finally:
         _buckets.FIRST_BYTES, _buckets.BYTES = before
     count = len(guard._agreement._buckets._buckets)

@@ -29,8 +29,8 @@ def incidents_of_all_ranks_reach_one_ledger(rank):
     guard = gg.Guard(model, ledger=path, payload=True)
     batches = marked(data([4, 4]), rank_0={3: RAISES}, rank_1={1: NAN, 2: RAISES})
     names = [f"{rank}-{row}" for row in range(4)]
-    step = guard.step(batches[rank], loss_of(model), ids=names)
-    guard.step(data([4, 4])[rank], loss_of(model))
+    result = guard.backward(batches[rank], loss_of(model), ids=names)
+    guard.backward(data([4, 4])[rank], loss_of(model))
     dist.barrier()
     runs = [None, None]
     dist.all_gather_object(runs, guard.run)
@@ -47,7 +47,7 @@ def incidents_of_all_ranks_reach_one_ledger(rank):
         for one in found:
             sample = decode(ledger.payload_of(one.id))
             assert torch.equal(sample, batches[one.rank][one.row : one.row + 1])
-    assert [one.rank for one in step.dropped] == ([0] if rank == 0 else [1, 1])
+    assert [one.rank for one in result.dropped] == ([0] if rank == 0 else [1, 1])
     dist.barrier()
 
 
@@ -57,7 +57,7 @@ def a_ledger_with_snapshots_has_those_of_the_rank(rank):
     ledger = gg.Ledger(path, snapshot=True) if rank == 0 else None
     guard = gg.Guard(model, ledger=ledger)
     batches = marked(data([4, 4]), rank_1={1: NAN})
-    guard.step(batches[rank], loss_of(model))
+    guard.backward(batches[rank], loss_of(model))
     dist.barrier()
     if rank == 0:
         (incident,) = ledger.incidents()
@@ -70,7 +70,7 @@ def sinks_of_the_first_rank_take_all(rank):
     sink = Kept()
     model = replica()
     guard = gg.Guard(model, sink=sink)
-    guard.step(marked(data([4, 4]), rank_1={0: NAN})[rank], loss_of(model))
+    guard.backward(marked(data([4, 4]), rank_1={0: NAN})[rank], loss_of(model))
     assert [one.rank for one in sink.incidents] == ([1] if rank == 0 else [])
 
 
@@ -80,12 +80,12 @@ def one_rank_looks_alone(rank):
     model = replica()
     guard = gg.Guard(model, ledger=path)
     if rank == 1:
-        _, keep = guard.forward(model, marked(data([4, 4]), rank_1={2: NAN})[1])
+        _, keep = guard.forward(marked(data([4, 4]), rank_1={2: NAN})[1], model)
         assert keep.tolist() == [True, True, False, True]
     dist.barrier()
     if rank == 0:
         assert [one.rank for one in gg.Ledger(path).incidents()] == [1]
-    guard.step(data([4, 4])[rank], loss_of(model))
+    guard.backward(data([4, 4])[rank], loss_of(model))
     check_union(model.module, torch.cat(data([4, 4])))
 
 
@@ -102,9 +102,9 @@ def uneven_loaders_end_together(rank):
         seen = []
         for batch in guard.batches(loader):
             optimizer.zero_grad()
-            step = guard.step(batch, loss_of(model))
+            result = guard.backward(batch, loss_of(model))
             optimizer.step()
-            seen.append((len(batch), len(step.kept)))
+            seen.append((len(batch), len(result.kept)))
         assert seen == [[(3, 3)] * 4 + [(3, 2)], [(3, 3), (3, 2)] + [(0, 0)] * 3][rank]
         for number, batches in enumerate(rounds):
             other.zero_grad()
@@ -123,7 +123,7 @@ def a_rank_that_has_no_batch_at_all(rank):
     for x, numbers in guard.batches(loader):
         assert x.shape == ((4, 4) if rank == 0 else (0, 4))
         assert len(numbers) == len(x)
-        guard.step((x, numbers), lambda batch: loss_of(model)(batch[0]))
+        guard.backward((x, numbers), lambda batch: loss_of(model)(batch[0]))
         count += 1
     assert count == 1
     check_union(model.module, data([4, 1])[0])
@@ -136,7 +136,7 @@ def batches_that_cannot_be_of_no_rows(rank):
     loader = [list(data([4, 4])[rank])] * (2 - rank)
     for batch in guard.batches(loader):
         model.zero_grad()
-        guard.step(batch, lambda batch: loss_of(model)(torch.stack(batch)))
+        guard.backward(batch, lambda batch: loss_of(model)(torch.stack(batch)))
     check_union(model.module, data([4, 4])[0])
 
 
@@ -157,8 +157,8 @@ def with_a_distributed_sampler(rank):
     kept = []
     for names, batch in guard.batches(DataLoader(dataset, batch_size=3, sampler=sampler)):
         model.zero_grad()
-        step = guard.step(batch, loss_of(model), ids=names)
-        kept += names[step.kept].tolist()
+        result = guard.backward(batch, loss_of(model), ids=names)
+        kept += names[result.kept].tolist()
     everybody = [None, None]
     dist.all_gather_object(everybody, kept)
     assert set(everybody[0] + everybody[1]) == set(range(11)) - {2, 5, 8}

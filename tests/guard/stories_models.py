@@ -41,7 +41,7 @@ def parameters_that_only_some_ranks_use(rank):
             if turn == 1:
                 marked(batches, rank_0={0: NAN})
                 batches[0][0, 1] = float("nan")
-            guard.step(batches[rank], lambda x: model(x, rank).square().mean())  # noqa: B023
+            guard.backward(batches[rank], lambda x: model(x, rank).square().mean())  # noqa: B023
             oracle = branches()
             parts = [rows[rows[:, 0] == 0] for rows in batches]
             losses = [oracle(rows, branch).square().sum() for branch, rows in enumerate(parts)]
@@ -59,7 +59,7 @@ def frozen_and_thawed_on_the_way(rank):
         model.module.front.requires_grad_(not frozen)
         model.zero_grad()
         batches = marked(data([4, 4]), rank_0={1: RAISES})
-        guard.step(batches[rank], loss_of(model))
+        guard.backward(batches[rank], loss_of(model))
         assert (model.module.front[0].weight.grad is None) == frozen
         if not frozen:
             check_union(model.module, good(batches))
@@ -71,7 +71,7 @@ def static_graphs(rank):
     for turn in range(3):
         model.zero_grad()
         batches = marked(data([4, 4], seed=turn), rank_1={2: GRADIENT} if turn != 1 else {})
-        guard.step(batches[rank], loss_of(model))
+        guard.backward(batches[rank], loss_of(model))
         check_union(model.module, good(batches))
 
 
@@ -92,11 +92,11 @@ def a_model_of_many_buffers(rank):
         for turn, fault in enumerate((0.0, RAISES, NAN, GRADIENT, 5.0, 0.0)):
             model.zero_grad()
             batches = marked(data([4, 5], seed=turn), rank_1={1: fault})
-            guard.step(batches[rank], loss_of(model))
+            guard.backward(batches[rank], loss_of(model))
             check_union(model.module, good(batches))
             assert len(guard._agreement._buckets._buckets) > 2
         # Twice in a row without zero_grad: what was there is in the sum, once.
-        guard.step(batches[rank], loss_of(model))
+        guard.backward(batches[rank], loss_of(model))
         oracle = gradients_of(good(batches))
         for ours, theirs in zip(model.parameters(), oracle, strict=True):
             torch.testing.assert_close(ours.grad, 2 * theirs)
@@ -106,7 +106,7 @@ def a_model_of_many_buffers(rank):
             return loss_of(model)(x)  # noqa: B023
 
         model.zero_grad()
-        guard.step(batches[rank], twice)
+        guard.backward(batches[rank], twice)
         for ours, theirs in zip(model.parameters(), oracle, strict=True):
             torch.testing.assert_close(ours.grad, 2 * theirs)
 
@@ -130,8 +130,8 @@ def dtypes_and_layouts(rank):
         twin = DistributedDataParallel(conv.to(dtype))
         twin.zero_grad()
         part = x.to(dtype).split([2, 4])[rank]
-        step = gg.Guard(twin).step(part, lambda x: twin(x).square().mean())  # noqa: B023
-        assert step.kept == [[0, 1], [0, 1, 3]][rank]
+        result = gg.Guard(twin).backward(part, lambda x: twin(x).square().mean())  # noqa: B023
+        assert result.kept == [[0, 1], [0, 1, 3]][rank]
         ours = [p.grad.clone() for p in conv.parameters()]
         same_everywhere(*(p.float() for p in ours))
         conv.zero_grad()
@@ -140,7 +140,7 @@ def dtypes_and_layouts(rank):
             torch.testing.assert_close(a, p.grad, rtol=tolerance, atol=tolerance)
     spun = DistributedDataParallel(nn.Linear(3, 1, dtype=torch.complex64))
     z = torch.randn(6, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    gg.Guard(spun).step(z.split([4, 2])[rank], lambda z: spun(z).abs().square().mean())
+    gg.Guard(spun).backward(z.split([4, 2])[rank], lambda z: spun(z).abs().square().mean())
     ours = spun.module.weight.grad.clone()
     spun.module.zero_grad()
     spun.module(z).abs().square().mean().backward()
@@ -151,7 +151,7 @@ def sparse_gradients_become_dense(rank):
     torch.manual_seed(0)
     table = DistributedDataParallel(nn.Embedding(6, 2, sparse=True))
     words = torch.tensor([[0, 1], [2, 2], [5, 0]]).split([2, 1])[rank]
-    gg.Guard(table).step(words, lambda words: table(words).square().mean())
+    gg.Guard(table).backward(words, lambda words: table(words).square().mean())
     ours = table.module.weight.grad
     assert not ours.is_sparse
     table.module.zero_grad()
@@ -167,7 +167,7 @@ def a_scale_that_overflows_on_one_rank_is_lowered_on_all(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(4, 3) * (1e10 if rank == 1 else 1.0)
     weights = model.module.weight.detach().clone()
-    guard.step(x, lambda x: model(x).mean(), scaler=scaler)
+    guard.backward(x, lambda x: model(x).mean(), scaler=scaler)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**119
@@ -176,8 +176,8 @@ def a_scale_that_overflows_on_one_rank_is_lowered_on_all(rank):
     small = torch.amp.GradScaler("cpu", init_scale=8.0)
     spoilt = torch.ones(4, 3)
     spoilt[1] = float("inf") if rank == 0 else 1.0
-    step = guard.step(spoilt, lambda x: model(x).mean(), scaler=small)
-    assert len(step.dropped) == (rank == 0)
+    result = guard.backward(spoilt, lambda x: model(x).mean(), scaler=small)
+    assert len(result.dropped) == (rank == 0)
     small.unscale_(optimizer)
     torch.testing.assert_close(model.module.weight.grad, torch.ones(1, 3))
 
@@ -191,7 +191,7 @@ def buffers_are_those_of_the_first_rank(rank):
     x[0, 2] = float("nan")
     twin = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     twin.load_state_dict({k: v for k, v in model.module.state_dict().items() if not k.startswith("2")})
-    guard.step(x[rank], lambda x: model(x).square().mean())
+    guard.backward(x[rank], lambda x: model(x).square().mean())
     twin(x[0, [0, 1, 3, 4, 5]])
     if rank == 0:
         assert torch.equal(model.module[1].running_mean, twin[1].running_mean)
@@ -201,7 +201,7 @@ def buffers_are_those_of_the_first_rank(rank):
         seen.append(model.module[1].running_mean.clone())
         return model(x).square().mean()
 
-    guard.step(x[rank], loss_fn)
+    guard.backward(x[rank], loss_fn)
     assert all(torch.equal(mean, twin[1].running_mean) for mean in seen)
     loss_of(model)  # a plain forward afterwards: as ever
     model(x[1])
@@ -215,8 +215,8 @@ def a_group_of_ones_own_and_several_modules(rank):
     guard = gg.Guard([front, back, nn.MSELoss()])
     batches = marked(data([4, 5]), rank_1={0: NAN})
     batches[1][0, 1] = float("nan")
-    step = guard.step(batches[rank], lambda x: back(front(x[:, 1:])).square().mean())
-    assert len(step.dropped) == (rank == 1)
+    result = guard.backward(batches[rank], lambda x: back(front(x[:, 1:])).square().mean())
+    assert len(result.dropped) == (rank == 1)
     ours = [p.grad.clone() for m in (front, back) for p in m.parameters()]
     front.module.zero_grad()
     back.module.zero_grad()
@@ -229,9 +229,9 @@ def a_weight_from_the_last_step_does_not_overflow(rank):
     """One sample in the step before, eight in this one: gradients near the end of float32 are four times too large."""
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     guard = gg.Guard(model)
-    guard.step(torch.ones(1 - rank, 1), lambda x: model(x).mean())
+    guard.backward(torch.ones(1 - rank, 1), lambda x: model(x).mean())
     model.zero_grad()
-    guard.step(torch.full((4, 1), 2e38), lambda x: (model(x) * 1e-3).mean() * 1e3)
+    guard.backward(torch.full((4, 1), 2e38), lambda x: (model(x) * 1e-3).mean() * 1e3)
     torch.testing.assert_close(model.module.weight.grad, torch.full((1, 1), 2e38))
 
 
@@ -244,7 +244,7 @@ def losses_that_talk_to_other_ranks_themselves_work_while_all_is_well(rank):
         dist.all_reduce(seen)
         return loss_of(model)(x) * (seen.item() == 2)
 
-    gg.Guard(model).step(data([4, 4])[rank], loss_fn)
+    gg.Guard(model).backward(data([4, 4])[rank], loss_fn)
     check_union(model.module, torch.cat(data([4, 4])))
 
 
@@ -253,7 +253,7 @@ def parameters_of_nobody_stay_local(rank):
     model = replica()
     factor = nn.Parameter(torch.ones((), dtype=torch.float64))
     batches = marked(data([4, 4]), rank_1={0: NAN})
-    gg.Guard(model).step(batches[rank], lambda x: (factor * model(x)).square().mean())
+    gg.Guard(model).backward(batches[rank], lambda x: (factor * model(x)).square().mean())
     check_union(model.module, good(batches))
     own = batches[rank][batches[rank][:, 0] == 0]
     torch.testing.assert_close(factor.grad, 2 * model.module(own).square().mean().detach())
@@ -263,8 +263,8 @@ def compiled_models_and_losses_of_each_sample(rank):
     inner = replica()
     model = torch.compile(inner, backend="eager")
     batches = marked(data([4, 5]), rank_0={3: NAN})
-    step = gg.Guard(model).step(batches[rank], lambda x: model(x).square().squeeze(1))
-    assert len(step.losses) == len(step.kept) == [3, 5][rank]
+    result = gg.Guard(model).backward(batches[rank], lambda x: model(x).square().squeeze(1))
+    assert len(result.losses) == len(result.kept) == [3, 5][rank]
     check_union(inner.module, good(batches))
 
 
@@ -274,7 +274,7 @@ def a_plain_model_in_a_group_stays_alone(rank):
     x = torch.randn(4, 3)
     x[1] = float("nan")
     if rank == 1:
-        (incident,) = gg.Guard(model).step(x, lambda x: model(x).mean()).dropped
+        (incident,) = gg.Guard(model).backward(x, lambda x: model(x).mean()).dropped
         assert (incident.rank, incident.world_size) == (1, 2)
 
 
@@ -305,19 +305,19 @@ def what_is_refused(rank):
 def what_is_refused_when_it_is_used(rank):
     hooked = replica()
     hooked.register_comm_hook(None, fp16_compress_hook)
-    error = raised_by(lambda: gg.Guard(hooked).step(data([4, 4])[rank], loss_of(hooked)))
+    error = raised_by(lambda: gg.Guard(hooked).backward(data([4, 4])[rank], loss_of(hooked)))
     assert "the model has a communication hook" in str(error)
     joining = replica()
     with joining.join():
-        error = raised_by(lambda: gg.Guard(joining).step(data([4, 4])[rank], loss_of(joining)))
+        error = raised_by(lambda: gg.Guard(joining).backward(data([4, 4])[rank], loss_of(joining)))
     assert "the model has a join context" in str(error)
     model = replica()
-    error = raised_by(lambda: gg.Guard(model, max_bad=0.1 + 0.1 * rank).step(data([4, 4])[rank], loss_of(model)))
+    error = raised_by(lambda: gg.Guard(model, max_bad=0.1 + 0.1 * rank).backward(data([4, 4])[rank], loss_of(model)))
     assert "the ranks do not have the same arguments (rank 0: max_bad=0.1, patience=20" in str(error)
     narrow = DistributedDataParallel(nn.Linear(3, 1))
     if rank == 1:
         narrow.module.bias.requires_grad_(False)
-    error = raised_by(lambda: gg.Guard(narrow).step(torch.ones(2, 3), lambda x: narrow(x).mean()))
+    error = raised_by(lambda: gg.Guard(narrow).backward(torch.ones(2, 3), lambda x: narrow(x).mean()))
     assert "the ranks do not have the same parameters (rank 0: 2 tensors, 4 elements" in str(error)
 
 

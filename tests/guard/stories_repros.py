@@ -36,7 +36,7 @@ def reported_50_unequal_counts_in_an_accumulation_window(rank):
         model.require_backward_grad_sync = number == 1  # what no_sync does
         part = parts[rank][number]
         keep = valid[part]
-        guard.step((x[part][keep], labels[part][keep]), lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+        guard.backward((x[part][keep], labels[part][keep]), lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
         rows = torch.cat([torch.arange(12)[parts[other][number]] for other in range(2)])
         rows = rows[valid[rows]]
         F.cross_entropy(oracle(x[rows]), labels[rows]).backward()
@@ -51,7 +51,7 @@ def reported_51_unequal_counts_on_two_ranks(rank):
     part = slice(rank * 6, rank * 6 + 6)
     F.cross_entropy(plain(x[part]), labels[part]).backward()
     keep = labels[part] != -100
-    step = gg.Guard(model).step(
+    result = gg.Guard(model).backward(
         (x[part][keep], labels[part][keep]), lambda batch: F.cross_entropy(model(batch[0]), batch[1])
     )
     whole = F.cross_entropy(oracle(x), labels)
@@ -59,7 +59,7 @@ def reported_51_unequal_counts_on_two_ranks(rank):
     off = (plain.module.weight.grad - oracle.weight.grad).norm() / oracle.weight.grad.norm()
     assert off > 0.1
     torch.testing.assert_close(model.module.weight.grad, oracle.weight.grad)
-    torch.testing.assert_close(step.loss, whole.detach())
+    torch.testing.assert_close(result.loss, whole.detach())
 
 
 def reported_52_a_rank_that_skips_a_batch(rank):
@@ -71,8 +71,8 @@ def reported_52_a_rank_that_skips_a_batch(rank):
         x = torch.ones(1, 2)
         if rank == 1 and turn == 0:
             x[0, 0] = float("nan")
-        step = guard.step(x, lambda x: model(x).sum())
-        assert step.kept == ([] if rank == 1 and turn == 0 else [0])
+        result = guard.backward(x, lambda x: model(x).sum())
+        assert result.kept == ([] if rank == 1 and turn == 0 else [0])
     assert time.monotonic() - start < 20
     same_everywhere(*(p.grad for p in model.parameters()))
 
@@ -83,9 +83,9 @@ def reported_53_a_nan_on_one_rank_poisons_all(rank):
     x = torch.ones(4, 2)
     if rank == 1:
         x[0, 0] = float("nan")
-    step = gg.Guard(model).step(x, lambda x: model(x).mean(), ids=range(4))
+    result = gg.Guard(model).backward(x, lambda x: model(x).mean(), ids=range(4))
     assert torch.equal(model.module.weight.grad, torch.ones(1, 2))
-    assert [one.sample_id for one in step.dropped] == ([] if rank == 0 else ["0"])
+    assert [one.sample_id for one in result.dropped] == ([] if rank == 0 else ["0"])
 
 
 STORIES = [

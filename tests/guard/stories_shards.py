@@ -42,8 +42,8 @@ def shards_with_unequal_counts(rank):
     for turn in range(3):
         model.zero_grad()
         batches = data([2 + turn, 5], seed=turn)
-        step = guard.step(batches[rank], loss_of(model))
-        torch.testing.assert_close(step.loss, check_union(model, torch.cat(batches)))
+        result = guard.backward(batches[rank], loss_of(model))
+        torch.testing.assert_close(result.loss, check_union(model, torch.cat(batches)))
 
 
 def shards_with_a_fault_on_one_rank(rank):
@@ -54,21 +54,21 @@ def shards_with_a_fault_on_one_rank(rank):
             batches = marked(data([4, 5]), **{f"rank_{guilty}": {2: fault}})
             for _ in range(2):
                 model.zero_grad()
-                step = guard.step(batches[rank], loss_of(model))
-                assert len(step.dropped) == (rank == guilty)
-                torch.testing.assert_close(step.loss, check_union(model, good(batches)))
+                result = guard.backward(batches[rank], loss_of(model))
+                assert len(result.dropped) == (rank == guilty)
+                torch.testing.assert_close(result.loss, check_union(model, good(batches)))
 
 
 def shards_without_a_good_sample(rank):
     model = sharded()
     guard = gg.Guard(model)
     batches = marked(data([4, 4]), rank_0=dict.fromkeys(range(4), RAISES))
-    assert guard.step(batches[rank], loss_of(model)).kept == [[], [0, 1, 2, 3]][rank]
+    assert guard.backward(batches[rank], loss_of(model)).kept == [[], [0, 1, 2, 3]][rank]
     check_union(model, good(batches))
     both = marked(data([4, 4]), rank_0=dict.fromkeys(range(4), RAISES), rank_1=dict.fromkeys(range(4), RAISES))
-    assert type(raised_by(lambda: guard.step(both[rank], loss_of(model)))) is ValueError
+    assert type(raised_by(lambda: guard.backward(both[rank], loss_of(model)))) is ValueError
     few = marked(data([4, 4]), rank_0={0: NAN})
-    error = raised_by(lambda: gg.Guard(model, max_bad=0.1).step(few[rank], loss_of(model)))
+    error = raised_by(lambda: gg.Guard(model, max_bad=0.1).backward(few[rank], loss_of(model)))
     assert type(error) is gg.TooManyBadSamples
     assert [one.rank for one in error.incidents] == [0]
     check_union(model, good(batches))  # neither has left a trace
@@ -78,9 +78,9 @@ def shards_and_what_one_rank_raises(rank):
     model = sharded()
     guard = gg.Guard(model)
     batches = marked(data([4, 4]), rank_1={0: CODE})
-    error = raised_by(lambda: guard.step(batches[rank], loss_of(model)))
+    error = raised_by(lambda: guard.backward(batches[rank], loss_of(model)))
     assert type(error) is (OtherRankError if rank == 0 else KeyboardInterrupt)
-    guard.step(data([4, 4])[rank], loss_of(model))
+    guard.backward(data([4, 4])[rank], loss_of(model))
     check_union(model, torch.cat(data([4, 4])))
 
 
@@ -96,7 +96,7 @@ def shards_accumulate(rank):
         model.zero_grad()
         for number, batches in enumerate(windows):
             model.set_requires_gradient_sync(synchronous or number == 2)
-            guard.step(batches[rank], loss_of(model))
+            guard.backward(batches[rank], loss_of(model))
         oracle = network()
         for batches in windows:
             loss_of(oracle)(good(batches)).backward()
@@ -117,7 +117,7 @@ def shards_train_as_one_process(rank):
             batches = data([4, 4], seed=turn)
             loss_of(model)(batches[rank]).backward()
         else:
-            guard.step(batches[rank], loss_of(model))
+            guard.backward(batches[rank], loss_of(model))
         loss_of(oracle)(good(batches)).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -131,8 +131,8 @@ def shards_in_mixed_precision(rank):
     model = fully_shard(nn.Linear(3, 1), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
     x[1, 0] = float("nan")
-    step = gg.Guard(model).step(x[rank], lambda x: model(x).float().square().mean())
-    assert len(step.dropped) == rank
+    result = gg.Guard(model).backward(x[rank], lambda x: model(x).float().square().mean())
+    assert len(result.dropped) == rank
     found = whole(model.weight.grad)
     assert found.dtype == torch.float32
     twin = nn.Linear(3, 1)
@@ -144,7 +144,7 @@ def shards_in_mixed_precision(rank):
 def shards_whose_parameters_only_one_rank_uses(rank):
     model, twin = fully_shard(branches(), mesh=init_device_mesh("cpu", (2,))), branches()
     x = data([4, 2])
-    gg.Guard(model).step(x[rank], lambda x: model(x, rank).square().mean())
+    gg.Guard(model).backward(x[rank], lambda x: model(x, rank).square().mean())
     ((twin(x[0], 0).square().sum() + twin(x[1], 1).square().sum()) / 6).backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
@@ -155,10 +155,10 @@ def shards_whose_parameters_only_one_rank_uses(rank):
 def shards_are_looked_at_without_a_backward(rank):
     model = sharded()
     batch = marked(data([4, 4]), rank_1={1: NAN})[rank]
-    out, keep = gg.Guard(model).forward(model, batch)
+    out, keep = gg.Guard(model).forward(batch, model)
     assert keep.tolist() == [True, rank == 0, True, True]
     assert bool(out[keep].isfinite().all())
-    gg.Guard(model).step(data([4, 4])[rank], loss_of(model))
+    gg.Guard(model).backward(data([4, 4])[rank], loss_of(model))
     check_union(model, torch.cat(data([4, 4])))
 
 
@@ -167,7 +167,7 @@ def shards_on_a_mesh_of_two_dimensions(rank):
     guard = gg.Guard(model)
     assert guard._agreement.world_size == dist.get_world_size()
     batches = marked(data([4, 5]), rank_1={2: GRADIENT})
-    guard.step(batches[rank], loss_of(model))
+    guard.backward(batches[rank], loss_of(model))
     check_union(model, good(batches))
 
 
@@ -177,7 +177,7 @@ def shards_give_no_snapshot(rank):
     model = sharded()
     guard = gg.Guard(model, ledger=sink)
     batches = marked(data([4, 4]), rank_0={1: NAN}, rank_1={2: RAISES})
-    guard.step(batches[rank], loss_of(model))
+    guard.backward(batches[rank], loss_of(model))
     check_union(model, good(batches))
     if rank == 0:
         assert [sink.snapshot_of(one.id) for one in sink.incidents()] == [None, None]

@@ -30,16 +30,16 @@ def test_a_row_that_is_cleaned_is_innocent(make):
     x[2] = NAN
     late = torch.zeros(8, 1)
     late[5] = NAN
-    step = gg.Guard([norm, head]).step((x, late), lambda b: (head(norm(b[0])) + b[1]).square().mean())
-    assert [incident.row for incident in step.dropped] == [5]
+    result = gg.Guard([norm, head]).backward((x, late), lambda b: (head(norm(b[0])) + b[1]).square().mean())
+    assert [incident.row for incident in result.dropped] == [5]
 
 
 def test_nothing_is_tested_where_batch_norm_mixes_rows():
     norm = nn.BatchNorm1d(3)
     x = torch.randn(16, 3)
     x[[1, 4, 9]] = NAN
-    step = gg.Guard(norm).step(x, lambda x: norm(x).square().mean())
-    assert [(incident.row, incident.details["tests"]) for incident in step.dropped] == [(1, 0), (4, 0), (9, 0)]
+    result = gg.Guard(norm).backward(x, lambda x: norm(x).square().mean())
+    assert [(incident.row, incident.details["tests"]) for incident in result.dropped] == [(1, 0), (4, 0), (9, 0)]
     assert bool(norm.running_mean.isfinite().all())
 
 

@@ -177,7 +177,7 @@ def test_channels_last_stays_as_indexing_leaves_it():
 )
 def test_what_cannot_be_read_is_refused(batch, words):
     with pytest.raises(gg.GradgateError, match=words) as caught:
-        gg.Guard(nn.Linear(1, 1)).step(batch, lambda batch: None)
+        gg.Guard(nn.Linear(1, 1)).backward(batch, lambda batch: None)
     assert "select=" in str(caught.value)
 
 
@@ -189,7 +189,7 @@ def nested(*lengths):
 
 def test_a_nested_tensor_is_refused_without_select():
     with pytest.raises(gg.GradgateError, match="the batch holds a nested tensor"):
-        gg.Guard(nn.Linear(1, 1)).step(nested(2, 3), lambda batch: None)
+        gg.Guard(nn.Linear(1, 1)).backward(nested(2, 3), lambda batch: None)
 
 
 def test_a_nested_tensor_with_select():
@@ -200,8 +200,8 @@ def test_a_nested_tensor_with_select():
     def select(batch, rows):
         return torch.nested.as_nested_tensor([batch.unbind()[row] for row in rows], layout=torch.jagged)
 
-    step = gg.Guard(model, select=select).step(batch, lambda b: torch.cat([model(s) for s in b.unbind()]).mean())
-    assert step.kept == [0, 2]
+    result = gg.Guard(model, select=select).backward(batch, lambda b: torch.cat([model(s) for s in b.unbind()]).mean())
+    assert result.kept == [0, 2]
 
 
 def test_a_packed_sequence_with_select():
@@ -213,9 +213,9 @@ def test_a_packed_sequence_with_select():
 
     sequences = [torch.randn(n, 2) for n in (5, 4, 4, 1)]
     sequences[2][1] = float("nan")
-    step = gg.Guard(model, select=select).step(pack_sequence(sequences), lambda p: model(p)[1][0].square().mean())
+    result = gg.Guard(model, select=select).backward(pack_sequence(sequences), lambda p: model(p)[1][0].square().mean())
     assert isinstance(pack_sequence(sequences), PackedSequence)
-    assert step.kept == [0, 1, 3]
+    assert result.kept == [0, 1, 3]
 
 
 def test_a_graph_batch_with_select_and_count():
@@ -231,9 +231,11 @@ def test_a_graph_batch_with_select_and_count():
     x, graph = torch.randn(7, 2), torch.tensor([0, 0, 1, 1, 1, 2, 2])
     x[3] = float("inf")
     guard = gg.Guard(model, select=select, count=lambda batch: int(batch[1].max()) + 1)
-    step = guard.step((x, graph), lambda b: torch.zeros(int(b[1].max()) + 1).index_add(0, b[1], model(b[0])[:, 0]))
-    assert step.kept == [0, 2]
-    assert step.losses.shape == (2,)
+    result = guard.backward(
+        (x, graph), lambda b: torch.zeros(int(b[1].max()) + 1).index_add(0, b[1], model(b[0])[:, 0])
+    )
+    assert result.kept == [0, 2]
+    assert result.losses.shape == (2,)
 
 
 def test_select_without_a_count_that_can_be_had():
@@ -241,18 +243,18 @@ def test_select_without_a_count_that_can_be_had():
         pass
 
     with pytest.raises(gg.GradgateError, match=r"the number of samples of the Opaque .* is not known"):
-        gg.Guard(nn.Linear(1, 1), select=lambda batch, rows: batch).step(Opaque(), lambda batch: None)
+        gg.Guard(nn.Linear(1, 1), select=lambda batch, rows: batch).backward(Opaque(), lambda batch: None)
 
 
 def test_ids_of_the_wrong_length():
     with pytest.raises(gg.GradgateError, match="`ids` has 3 entries, the batch has 4 samples"):
-        gg.Guard(nn.Linear(3, 1)).step(X, lambda x: x.mean(), ids=["a", "b", "c"])
+        gg.Guard(nn.Linear(3, 1)).backward(X, lambda x: x.mean(), ids=["a", "b", "c"])
 
 
 @pytest.mark.parametrize("ids", [iter("abcd"), {"a", "b", "c", "d"}, 4])
 def test_ids_that_cannot_be_looked_up(ids):
     with pytest.raises(gg.GradgateError, match=r"`ids` is the \w+ (?s:.*)one name for each row(?s:.*)ids=list"):
-        gg.Guard(nn.Linear(3, 1)).step(X, lambda x: x.mean(), ids=ids)
+        gg.Guard(nn.Linear(3, 1)).backward(X, lambda x: x.mean(), ids=ids)
 
 
 def test_items_that_do_not_give_what_was_asked_for():
@@ -309,9 +311,9 @@ def test_a_loss_that_rebinds_what_is_in_its_batch_is_tried_with_the_batch_as_it_
     good, y = torch.randn(8, 3), torch.randn(8)
     x = torch.where(torch.arange(8)[:, None] == 3, float("nan"), good)
     rows = [0, 1, 2, 4, 5, 6, 7]
-    step = gg.Guard(model).step(make(x, y), lambda batch: loss_of(model, batch))
+    result = gg.Guard(model).backward(make(x, y), lambda batch: loss_of(model, batch))
     loss_of(reference, make(x[rows], y[rows])).backward()
-    assert step.kept == rows
+    assert result.kept == rows
     assert torch.equal(model.weight.grad, reference.weight.grad)
 
 
@@ -326,4 +328,4 @@ def test_a_batch_that_cannot_be_copied_is_used_as_it_is():
             raise TypeError("no copies")
 
     model = nn.Linear(3, 1)
-    assert gg.Guard(model).step(Sealed(x=X), lambda batch: model(batch["x"]).mean()).kept == [0, 1, 2, 3]
+    assert gg.Guard(model).backward(Sealed(x=X), lambda batch: model(batch["x"]).mean()).kept == [0, 1, 2, 3]

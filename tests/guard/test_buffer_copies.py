@@ -64,7 +64,7 @@ def test_memory_that_was_freed_is_not_read():
 def test_buffers_that_changed_between_steps_are_as_before_the_bad_step(change):
     norm = nn.BatchNorm1d(3)
     guard = gg.Guard(norm)
-    guard.step(torch.randn(8, 3), lambda x: norm(x).square().mean())
+    guard.backward(torch.randn(8, 3), lambda x: norm(x).square().mean())
     if change == "assigned":
         norm.running_mean = torch.full((3,), 2.0)
     elif change == "data":
@@ -83,7 +83,7 @@ def test_buffers_that_changed_between_steps_are_as_before_the_bad_step(change):
         raise KeyError("every sample")
 
     with pytest.raises(KeyError):
-        guard.step(torch.randn(8, 3), loss_fn)
+        guard.backward(torch.randn(8, 3), loss_fn)
     after = dict(norm.named_buffers())
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert all(after[name] is objects[name] for name in objects)
@@ -138,7 +138,7 @@ def test_a_model_with_a_sparse_buffer_is_guarded(kind):
     model = Neighbours()
     x = torch.randn(8, 4)
     x[5] = float("nan")
-    assert gg.Guard(model).step(x, model).kept == [0, 1, 2, 3, 4, 6, 7]
+    assert gg.Guard(model).backward(x, model).kept == [0, 1, 2, 3, 4, 6, 7]
     assert torch.equal(model.edges.to_dense(), 2 * torch.eye(4))
 
 
@@ -163,7 +163,7 @@ def test_a_buffer_that_grows_in_place_has_its_old_length_before_every_try(way):
     good = torch.randn(8, 4)
     spoilt = torch.where(torch.arange(8)[:, None] == 3, float("nan"), good)
     rows = [0, 1, 2, 4, 5, 6, 7]
-    guard.step(good, model)
-    assert guard.step(spoilt, model).kept == rows
-    guard.step(good, model)
+    guard.backward(good, model)
+    assert guard.backward(spoilt, model).kept == rows
+    guard.backward(good, model)
     assert model.means.tolist() == [0.0, good.mean().item(), good[rows].mean().item(), good.mean().item()]

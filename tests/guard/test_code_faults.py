@@ -65,7 +65,7 @@ def test_a_fault_of_the_code_is_raised_as_it_is(make):
     torch.set_rng_state(random_before)
     model.calls = 0
     with pytest.raises(type(plain.value)) as caught:
-        gg.Guard(model).step(x, loss_fn)
+        gg.Guard(model).backward(x, loss_fn)
     assert str(caught.value) == str(plain.value)
     assert model.calls <= 20, "a handful of probes"
     assert all(map(torch.equal, state_of(model), before))
@@ -80,7 +80,7 @@ def test_the_evidence_stands_behind_the_traceback_of_the_user():
         return model(x).meen()
 
     with pytest.raises(AttributeError) as caught:
-        gg.Guard(model).step(torch.randn(32, 3), loss_fn)
+        gg.Guard(model).backward(torch.randn(32, 3), loss_fn)
     assert isinstance(caught.value.__cause__, gg.GradgateError)
     assert "every sample that was tried fails in the same way" in str(caught.value.__cause__)
     assert "no sample was dropped" in caught.value.__notes__[-1]
@@ -98,7 +98,7 @@ def test_an_exception_that_has_a_cause_keeps_it():
             raise ValueError("no loss") from error
 
     with pytest.raises(ValueError, match="no loss") as caught:
-        gg.Guard(model).step(torch.randn(8, 3), loss_fn)
+        gg.Guard(model).backward(torch.randn(8, 3), loss_fn)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
 
 
@@ -106,7 +106,7 @@ def test_a_nan_of_every_sample_is_never_accepted():
     model = nn.Linear(3, 1)
     model.weight.data[0, 0] = float("nan")
     with pytest.raises(gg.TooManyBadSamples, match="non-finite loss: nan in a batch of 16 samples; every sample"):
-        gg.Guard(model).step(torch.randn(16, 3), lambda x: model(x).mean())
+        gg.Guard(model).backward(torch.randn(16, 3), lambda x: model(x).mean())
     assert model.weight.grad is None
 
 
@@ -115,13 +115,13 @@ def test_a_mean_over_nothing_is_explained():
     model = nn.Linear(3, 4)
     y = torch.full((8,), -100)
     with pytest.raises(gg.TooManyBadSamples, match="a mean over nothing"):
-        gg.Guard(model).step((torch.randn(8, 3), y), lambda b: nn.functional.cross_entropy(model(b[0]), b[1]))
+        gg.Guard(model).backward((torch.randn(8, 3), y), lambda b: nn.functional.cross_entropy(model(b[0]), b[1]))
 
 
 def test_a_batch_of_one_bad_sample_is_everyone():
     model = nn.Linear(3, 1)
     with pytest.raises(gg.TooManyBadSamples):
-        gg.Guard(model).step(torch.full((1, 3), float("nan")), lambda x: model(x).mean())
+        gg.Guard(model).backward(torch.full((1, 3), float("nan")), lambda x: model(x).mean())
 
 
 def test_a_reduced_batch_that_cannot_run_is_raised_too():
@@ -130,7 +130,7 @@ def test_a_reduced_batch_that_cannot_run_is_raised_too():
     x[0] = float("nan")
     before = state_of(model)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
-        gg.Guard(model).step(x, lambda x: model(x).square().mean())
+        gg.Guard(model).backward(x, lambda x: model(x).square().mean())
     assert r"without the bad samples (rows 0) the batch cannot run either" in caught.value.__notes__[-1]
     assert all(map(torch.equal, state_of(model), before))
 
@@ -140,7 +140,7 @@ def test_a_hard_coded_batch_size_is_raised_with_the_error_of_the_reduced_batch()
     x = torch.randn(8, 3)
     x[1] = float("nan")
     with pytest.raises(RuntimeError, match="shape"):
-        gg.Guard(model).step(x, lambda x: model(x.reshape(8, 3)).mean())
+        gg.Guard(model).backward(x, lambda x: model(x.reshape(8, 3)).mean())
 
 
 def test_a_fault_that_no_row_explains_is_raised():
@@ -158,7 +158,7 @@ def test_a_fault_that_no_row_explains_is_raised():
         pass
 
     with pytest.raises(MemoryLimit) as caught:
-        gg.Guard(model).step(torch.randn(8, 3), loss_fn)
+        gg.Guard(model).backward(torch.randn(8, 3), loss_fn)
     assert "no sample can be blamed for it" in caught.value.__notes__[-1]
 
 
@@ -174,7 +174,7 @@ def test_a_loss_that_writes_into_the_batch_cannot_be_tried_again(kind):
         return model(x.div_(2)).mean()
 
     with pytest.raises(gg.TooManyBadSamples, match="the batch was written to in place, so nothing can be tried again"):
-        gg.Guard(model).step(batch, loss_fn)
+        gg.Guard(model).backward(batch, loss_fn)
     assert model.weight.grad is None
 
 
@@ -189,22 +189,22 @@ def test_a_loss_that_does_not_use_its_batch_is_told():
         return model(x).mean()
 
     with pytest.raises(ValueError, match="too large") as caught:
-        gg.Guard(model).step(x.clone(), loss_fn)
+        gg.Guard(model).backward(x.clone(), loss_fn)
     assert "must use the batch that it is given" in str(caught.value.__cause__)
 
 
 def test_a_step_while_recording_is_switched_off_is_told_as_it_is():
     model = nn.Linear(3, 1)
     with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad") as caught:
-        gg.Guard(model).step(torch.randn(8, 3), lambda x: model(x).mean())
+        gg.Guard(model).backward(torch.randn(8, 3), lambda x: model(x).mean())
     assert "every sample that was tried fails in the same way" in caught.value.__notes__[-1]
 
 
 def test_an_empty_batch():
     model = nn.Linear(3, 1)
-    assert gg.Guard(model).step(torch.zeros(0, 3), lambda x: model(x).sum()).kept == []
+    assert gg.Guard(model).backward(torch.zeros(0, 3), lambda x: model(x).sum()).kept == []
     with pytest.raises(gg.TooManyBadSamples, match="in a batch of 0 samples"):
-        gg.Guard(model).step(torch.zeros(0, 3), lambda x: model(x).mean())
+        gg.Guard(model).backward(torch.zeros(0, 3), lambda x: model(x).mean())
 
 
 def test_a_batch_that_carries_a_graph_of_its_own_is_raised_not_blamed():
@@ -213,7 +213,7 @@ def test_a_batch_that_carries_a_graph_of_its_own_is_raised_not_blamed():
     zero = torch.ones(6)
     zero[1] = 0
     with pytest.raises(RuntimeError, match="second time"):
-        gg.Guard(model).step(
+        gg.Guard(model).backward(
             (encoder(torch.randn(6, 3)).tanh(), zero), lambda b: (model(b[0]).square().sum(1) * b[1]).sqrt().mean()
         )
 
@@ -224,8 +224,8 @@ def test_a_copy_of_the_training_goes_on_after_the_error():
     guard = gg.Guard(model)
     x = torch.randn(8, 3)
     with pytest.raises(AttributeError):
-        guard.step(x, lambda x: model(x).meen())
-    guard.step(x, lambda x: model(x).square().mean())
+        guard.backward(x, lambda x: model(x).meen())
+    guard.backward(x, lambda x: model(x).square().mean())
     twin(x).square().mean().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert all(map(torch.equal, model.buffers(), twin.buffers()))

@@ -45,7 +45,7 @@ def test_autocast(value, outside):
             return m(x).square().mean()
 
     def step():
-        return gg.Guard(model).step(x, lambda x: loss_of(model, x))
+        return gg.Guard(model).backward(x, lambda x: loss_of(model, x))
 
     if outside:
         with torch.autocast("cpu", torch.bfloat16):
@@ -62,8 +62,8 @@ def test_a_bad_sample_does_not_halve_the_scale():
     twin = copy.deepcopy(model)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=16.0)
     x = spoilt(float("inf"), 7)
-    step = gg.Guard(model).step(x, lambda x: model(x).square().mean(), scaler=scaler)
-    assert [incident.row for incident in step.dropped] == [7]
+    result = gg.Guard(model).backward(x, lambda x: model(x).square().mean(), scaler=scaler)
+    assert [incident.row for incident in result.dropped] == [7]
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 16.0
@@ -71,11 +71,11 @@ def test_a_bad_sample_does_not_halve_the_scale():
         torch.optim.SGD(twin.parameters(), lr=0.1),
         torch.amp.GradScaler("cpu", init_scale=16.0),
     )
-    loss = twin(x[step.kept]).square().mean()
+    loss = twin(x[result.kept]).square().mean()
     twin_scaler.scale(loss).backward()
     twin_scaler.step(twin_optimizer)
     assert same(model, twin)
-    assert torch.equal(step.loss, loss.detach())
+    assert torch.equal(result.loss, loss.detach())
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
@@ -83,10 +83,10 @@ def test_an_overflow_of_the_scale_is_left_to_the_scaler():
     model = nn.Linear(4, 2)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**126)
     before = model.weight.detach().clone()
-    step = gg.Guard(model).step(torch.randn(8, 4) * 100, lambda x: model(x).square().mean(), scaler=scaler)
-    assert step.dropped == ()
-    assert step.exact
-    assert step.loss.isfinite()
+    result = gg.Guard(model).backward(torch.randn(8, 4) * 100, lambda x: model(x).square().mean(), scaler=scaler)
+    assert result.dropped == ()
+    assert result.exact
+    assert result.loss.isfinite()
     assert not model.weight.grad.isfinite().all()
     scaler.step(optimizer)
     scaler.update()
@@ -101,17 +101,17 @@ def test_a_bad_sample_and_an_overflow_of_the_scale_at_once():
     zero = torch.ones(8)
     zero[3] = 0
     loss_fn = lambda b: (model(b[0]).square().sum(1) * b[1]).sqrt().mean() * 1e3  # noqa: E731
-    step = gg.Guard(model).step((x, zero), loss_fn, scaler=scaler)
-    assert [incident.row for incident in step.dropped] == [3]
+    result = gg.Guard(model).backward((x, zero), loss_fn, scaler=scaler)
+    assert [incident.row for incident in result.dropped] == [3]
     assert not model.weight.grad.isfinite().all()  # for the scaler to see
 
 
 def test_a_scaler_that_is_switched_off():
     model = nn.Linear(4, 2)
-    step = gg.Guard(model).step(
+    result = gg.Guard(model).backward(
         spoilt(float("nan"), 0), lambda x: model(x).mean(), scaler=torch.amp.GradScaler("cpu", enabled=False)
     )
-    assert len(step.dropped) == 1
+    assert len(result.dropped) == 1
 
 
 @pytest.mark.slow
@@ -130,12 +130,12 @@ def test_a_compiled_model(value):
 
     start = copy.deepcopy(model.state_dict())
     x = spoilt(value, 2, 5)
-    step = guard.step(x, loss_fn)
-    assert step.kept == [0, 1, 3, 4, 6, 7, 8, 9]
+    result = guard.backward(x, loss_fn)
+    assert result.kept == [0, 1, 3, 4, 6, 7, 8, 9]
     found = [p.grad.clone() for p in model.parameters()] + [b.clone() for b in model.buffers()]
     model.zero_grad()
     model.load_state_dict(start)
-    loss_fn(x[step.kept]).backward()
+    loss_fn(x[result.kept]).backward()
     wanted = [p.grad for p in model.parameters()] + list(model.buffers())
     assert all(map(torch.equal, found, wanted))
     torch.compiler.reset()
@@ -153,7 +153,7 @@ def test_a_fault_inside_compiled_code_is_found_in_the_module_as_written():
 
     x = torch.randn(8, 9)
     x[6] = 0
-    assert [i.row for i in gg.Guard(model).step(x, solve).dropped] == [6]
+    assert [i.row for i in gg.Guard(model).backward(x, solve).dropped] == [6]
     torch.compiler.reset()
 
 
@@ -178,11 +178,11 @@ def test_gradient_checkpointing(reentrant, value):
     twin = copy.deepcopy(model)
     x = spoilt(value, 1, 6)
     start = torch.get_rng_state()
-    step = gg.Guard(model).step(x, lambda x: model(x).square().mean())
-    assert step.kept == [0, 2, 3, 4, 5, 7, 8, 9]
+    result = gg.Guard(model).backward(x, lambda x: model(x).square().mean())
+    assert result.kept == [0, 2, 3, 4, 5, 7, 8, 9]
     after = torch.get_rng_state()
     torch.set_rng_state(start)
-    twin(x[step.kept]).square().mean().backward()
+    twin(x[result.kept]).square().mean().backward()
     assert same(model, twin)
     assert torch.equal(torch.get_rng_state(), after)
 
@@ -190,13 +190,13 @@ def test_gradient_checkpointing(reentrant, value):
 def test_a_model_that_is_converted_after_the_guard_was_made():
     model = net()
     guard = gg.Guard(model)
-    guard.step(torch.randn(4, 4), lambda x: model(x).square().mean())
+    guard.backward(torch.randn(4, 4), lambda x: model(x).square().mean())
     model.double()
     model.zero_grad()
     twin = copy.deepcopy(model)
     x = spoilt(float("nan"), 0).double()
-    step = guard.step(x, lambda x: model(x).square().mean())
-    twin(x[step.kept]).square().mean().backward()
+    result = guard.backward(x, lambda x: model(x).square().mean())
+    twin(x[result.kept]).square().mean().backward()
     assert same(model, twin)
 
 
@@ -206,7 +206,7 @@ def test_lazy_modules():
         model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     model(torch.randn(2, 4))
     x = spoilt(float("nan"), 0)
-    assert len(gg.Guard(model).step(x, lambda x: model(x).square().mean()).dropped) == 1
+    assert len(gg.Guard(model).backward(x, lambda x: model(x).square().mean()).dropped) == 1
 
 
 def test_forward_hooks_of_the_user_act_once_in_every_try():
@@ -222,9 +222,9 @@ def test_forward_hooks_of_the_user_act_once_in_every_try():
             raise ValueError("bad")
         return out.mean()
 
-    step = gg.Guard(model).step((x, bad), lambda b: loss_of(model, b))
-    loss_of(twin, (x[step.kept], bad[step.kept])).backward()
-    assert step.kept == [row for row in range(10) if row != 4]
+    result = gg.Guard(model).backward((x, bad), lambda b: loss_of(model, b))
+    loss_of(twin, (x[result.kept], bad[result.kept])).backward()
+    assert result.kept == [row for row in range(10) if row != 4]
     assert same(model, twin)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -232,6 +232,6 @@ def test_forward_hooks_of_the_user_act_once_in_every_try():
 def test_a_model_in_eval_mode_keeps_its_mode_and_buffers():
     model = net().eval()
     before = copy.deepcopy(model.state_dict())
-    gg.Guard(model).step(spoilt(float("nan"), 2), lambda x: model(x).mean())
+    gg.Guard(model).backward(spoilt(float("nan"), 2), lambda x: model(x).mean())
     assert not model.training
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

@@ -36,7 +36,7 @@ def test_a_healthy_step_runs_the_model_once():
     model, guard = counted(nn.Linear(3, 1))
     for size in (1, 8, 64):
         model.calls = 0
-        guard.step(torch.randn(size, 3), lambda x: model(x).mean())
+        guard.backward(torch.randn(size, 3), lambda x: model(x).mean())
         assert model.calls == 1
 
 
@@ -46,7 +46,7 @@ def test_a_fault_in_a_module_takes_two_forwards(bad):
     model, guard = counted(Refusing(), nn.Linear(3, 3), nn.BatchNorm1d(3))
     x = torch.randn(128, 3)
     x[torch.randperm(128)[:bad], 0] = 1e6
-    assert len(guard.step(x.clone(), lambda x: model(x).mean()).dropped) == bad
+    assert len(guard.backward(x.clone(), lambda x: model(x).mean()).dropped) == bad
     assert model.calls == 2
 
 
@@ -55,7 +55,7 @@ def test_values_take_three_forwards(bad):
     model, guard = counted(nn.Linear(3, 3), nn.BatchNorm1d(3))
     x = torch.randn(128, 3)
     x[torch.randperm(128)[:bad]] = float("nan")
-    assert len(guard.step(x, lambda x: model(x).square().mean()).dropped) == bad
+    assert len(guard.backward(x, lambda x: model(x).square().mean()).dropped) == bad
     assert model.calls == 3
 
 
@@ -67,8 +67,8 @@ def test_gradients_take_three_forwards(bad):
     batch = torch.randn(128, 3), zero
     model(batch[0])
     model.calls = 0
-    step = guard.step(batch, lambda b: (model(b[0]).square().sum(1) * b[1]).sqrt().mean())
-    assert len(step.dropped) == bad
+    result = guard.backward(batch, lambda b: (model(b[0]).square().sum(1) * b[1]).sqrt().mean())
+    assert len(result.dropped) == bad
     assert model.calls == 3 + bad + 1 or model.calls == 3  # answers from the tape are calls, but run nothing
 
 
@@ -87,7 +87,7 @@ def test_the_search_with_the_whole_function_keeps_its_bound(size, bad):
         calls.append(len(batch[0]))
         return (model(batch[0])[:, 0] * batch[1]).mean()
 
-    step = gg.Guard(model).step((x, scale), loss_fn)
-    assert sorted(i.row for i in step.dropped) == sorted(marked.tolist())
+    result = gg.Guard(model).backward((x, scale), loss_fn)
+    assert sorted(i.row for i in result.dropped) == sorted(marked.tolist())
     assert len(calls) <= 2 * bad * (math.log2(size / bad) + 2) + 12
     assert sum(calls) <= 4 * size + 2 * bad * size  # most probes are small

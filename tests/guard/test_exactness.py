@@ -27,10 +27,10 @@ def test_a_loss_that_mixes_samples_is_the_loss_of_the_reduced_batch():
         return nn.functional.cross_entropy(h @ h.T * 5, torch.arange(len(x)))
 
     x = spoilt(4)
-    step = gg.Guard(model).step(x, lambda x: loss_of(model, x))
-    loss_of(twin, x[step.kept]).backward()
-    assert step.kept == [0, 1, 2, 3, 5, 6, 7]
-    assert step.exact
+    result = gg.Guard(model).backward(x, lambda x: loss_of(model, x))
+    loss_of(twin, x[result.kept]).backward()
+    assert result.kept == [0, 1, 2, 3, 5, 6, 7]
+    assert result.exact
     assert torch.equal(model.weight.grad, twin.weight.grad)
 
 
@@ -48,18 +48,18 @@ def test_a_model_that_writes_its_parameters_is_not_exact_and_says_so():
             return self.linear(x)
 
     model = Moving()
-    step = gg.Guard(model).step(spoilt(1), lambda x: model(x).mean())
-    assert not step.exact
-    assert step.reason == "parameters are written inside the step: average"
+    result = gg.Guard(model).backward(spoilt(1), lambda x: model(x).mean())
+    assert not result.exact
+    assert result.reason == "parameters are written inside the step: average"
 
 
 def test_a_module_with_buffers_that_is_not_under_guard_is_said():
     model, norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
     x = spoilt(1)
-    step = gg.Guard(model).step(x, lambda x: norm(model(x)).square().mean())
-    assert not step.exact
-    assert "modules with buffers ran that are not under guard: BatchNorm1d; use Guard([model, other])" in step.reason
-    assert gg.Guard([model, norm]).step(x, lambda x: norm(model(x)).square().mean()).exact
+    result = gg.Guard(model).backward(x, lambda x: norm(model(x)).square().mean())
+    assert not result.exact
+    assert "modules with buffers ran that are not under guard: BatchNorm1d; use Guard([model, other])" in result.reason
+    assert gg.Guard([model, norm]).backward(x, lambda x: norm(model(x)).square().mean()).exact
 
 
 def test_a_buffer_that_appears_in_the_step_is_said():
@@ -73,9 +73,9 @@ def test_a_buffer_that_appears_in_the_step_is_said():
             return self.linear(x)
 
     model = Growing()
-    step = gg.Guard(model).step(spoilt(1), lambda x: model(x).mean())
-    assert step.reason == "buffers appeared inside the step: seen"
-    assert gg.Guard(model).step(spoilt(1), lambda x: model(x).mean()).exact
+    result = gg.Guard(model).backward(spoilt(1), lambda x: model(x).mean())
+    assert result.reason == "buffers appeared inside the step: seen"
+    assert gg.Guard(model).backward(spoilt(1), lambda x: model(x).mean()).exact
 
 
 def test_a_buffer_that_is_assigned_anew_is_put_back():
@@ -93,8 +93,8 @@ def test_a_buffer_that_is_assigned_anew_is_put_back():
     twin = copy.deepcopy(model)
     guard = gg.Guard(model)
     for x in (spoilt(), spoilt(1), spoilt(), spoilt(2, 3)):
-        step = guard.step(x, lambda x: model(x).square().mean())
-        twin(x[step.kept]).square().mean().backward()
+        result = guard.backward(x, lambda x: model(x).square().mean())
+        twin(x[result.kept]).square().mean().backward()
         assert torch.equal(model.mean, twin.mean)
     assert torch.equal(model.linear.weight.grad, twin.linear.weight.grad)
 
@@ -110,7 +110,7 @@ def test_an_expanded_buffer_is_put_back():
             return self.linear(x + self.shift)
 
     model = Expanded()
-    assert gg.Guard(model).step(spoilt(1), lambda x: model(x).mean()).exact
+    assert gg.Guard(model).backward(spoilt(1), lambda x: model(x).mean()).exact
 
 
 def test_what_a_model_keeps_in_plain_attributes_is_not_put_back():
@@ -126,7 +126,7 @@ def test_what_a_model_keeps_in_plain_attributes_is_not_put_back():
             return self.linear(x)
 
     model = Counting()
-    gg.Guard(model).step(spoilt(1), lambda x: model(x).mean())
+    gg.Guard(model).backward(spoilt(1), lambda x: model(x).mean())
     assert model.calls > 1
 
 
@@ -137,10 +137,10 @@ def test_a_generator_of_the_users_own_is_not_put_back():
     def loss_fn(x):
         return (model(x) + torch.rand(len(x), 1, generator=generator)).mean()
 
-    step = gg.Guard(model).step(spoilt(1), loss_fn)
+    result = gg.Guard(model).backward(spoilt(1), loss_fn)
     found = generator.get_state()
     generator.set_state(before)
-    torch.rand(len(step.kept), 1, generator=generator)
+    torch.rand(len(result.kept), 1, generator=generator)
     assert not torch.equal(generator.get_state(), found)
 
 
@@ -153,16 +153,16 @@ def test_what_is_written_into_an_array_of_the_batch_is_not_put_back():
         array *= 2
         return model(torch.from_numpy(array)).mean()
 
-    step = gg.Guard(model).step(array, loss_fn)
-    assert not np.allclose(step.loss.item(), model(torch.from_numpy(written[step.kept] / 2)).mean().item())
+    result = gg.Guard(model).backward(array, loss_fn)
+    assert not np.allclose(result.loss.item(), model(torch.from_numpy(written[result.kept] / 2)).mean().item())
 
 
 def test_a_loss_of_a_fixed_number_of_samples_may_take_neighbours_along():
     model = nn.Linear(3, 1)
-    step = gg.Guard(model).step(spoilt(3), lambda x: model(x)[:, 0].sort().values[:5].mean())
-    assert 3 not in step.kept
-    assert len(step.kept) < 7
-    assert all(incident.cause == "together" for incident in step.dropped)
+    result = gg.Guard(model).backward(spoilt(3), lambda x: model(x)[:, 0].sort().values[:5].mean())
+    assert 3 not in result.kept
+    assert len(result.kept) < 7
+    assert all(incident.cause == "together" for incident in result.dropped)
 
 
 def test_an_optimizer_in_backward_hooks_has_already_stepped():
@@ -172,7 +172,7 @@ def test_an_optimizer_in_backward_hooks_has_already_stepped():
     zero = torch.ones(8)
     zero[2] = 0
     with pytest.raises(gg.TooManyBadSamples, match="parameters are not finite themselves: weight"):
-        gg.Guard(model).step((torch.randn(8, 3), zero), lambda b: (model(b[0]).square()[:, 0] * b[1]).sqrt().mean())
+        gg.Guard(model).backward((torch.randn(8, 3), zero), lambda b: (model(b[0]).square()[:, 0] * b[1]).sqrt().mean())
 
 
 def test_another_thread_is_not_seen_by_the_replay():
@@ -187,7 +187,7 @@ def test_another_thread_is_not_seen_by_the_replay():
     thread.start()
     try:
         for _ in range(5):
-            assert gg.Guard(model).step(spoilt(1), lambda x: model(x).mean()).exact
+            assert gg.Guard(model).backward(spoilt(1), lambda x: model(x).mean()).exact
     finally:
         stop.set()
         thread.join()
@@ -226,12 +226,12 @@ def test_wrong_arguments_are_refused(arguments, words):
 )
 def test_a_loss_of_the_wrong_kind_is_refused(loss_fn, words):
     with pytest.raises(gg.GradgateError, match=words):
-        gg.Guard(nn.Linear(3, 1)).step(torch.randn(8, 3), loss_fn)
+        gg.Guard(nn.Linear(3, 1)).backward(torch.randn(8, 3), loss_fn)
 
 
 def test_a_loss_of_one_element_is_a_scalar():
     model = nn.Linear(3, 1)
-    step = gg.Guard(model).step(torch.randn(8, 3), lambda x: model(x).mean().reshape(1))
-    assert step.loss.shape == ()
-    assert step.losses is None
-    assert not step.loss.requires_grad
+    result = gg.Guard(model).backward(torch.randn(8, 3), lambda x: model(x).mean().reshape(1))
+    assert result.loss.shape == ()
+    assert result.losses is None
+    assert not result.loss.requires_grad

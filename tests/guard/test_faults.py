@@ -23,7 +23,7 @@ class Log(nn.Module):
 
 
 def step_of(model, batch, loss_fn, **options):
-    return gg.Guard(model, **options).step(batch, loss_fn)
+    return gg.Guard(model, **options).backward(batch, loss_fn)
 
 
 def rows(step):

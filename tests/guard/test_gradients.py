@@ -31,8 +31,8 @@ def test_only_the_bad_samples_of_the_bad_micro_batch_vanish(bad_at, set_to_none)
     guard = gg.Guard(model)
     model.zero_grad(set_to_none=set_to_none)
     for batch in batches:
-        step = guard.step(batch, lambda x: model(x).square().mean() / 3)
-        twin(batch[step.kept]).square().mean().div(3).backward()
+        result = guard.backward(batch, lambda x: model(x).square().mean() / 3)
+        twin(batch[result.kept]).square().mean().div(3).backward()
     assert same_gradients(model, twin)
     assert all(map(torch.equal, model.buffers(), twin.buffers()))
 
@@ -42,21 +42,21 @@ def test_a_guard_inside_its_own_step_is_refused_and_no_gradient_is_lost(way):
     model = nn.Linear(3, 1)
     guard = gg.Guard(model)
     x = torch.randn(8, 3)
-    guard.step(x, lambda x: model(x).mean())
+    guard.backward(x, lambda x: model(x).mean())
     earlier, before = model.weight.grad, model.weight.grad.clone()
 
     def loss_fn(x):
         if way == "step":
-            guard.step(x, lambda x: model(x).mean())
+            guard.backward(x, lambda x: model(x).mean())
         else:
-            guard.forward(model, x)
+            guard.forward(x, model)
         return model(x).mean()
 
     with pytest.raises(gg.GradgateError, match="used inside one of its own steps"):
-        guard.step(x, loss_fn)
+        guard.backward(x, loss_fn)
     assert model.weight.grad is earlier
     assert torch.equal(earlier, before)
-    guard.step(x, lambda x: model(x).mean())
+    guard.backward(x, lambda x: model(x).mean())
     torch.testing.assert_close(model.weight.grad, 2 * before)
 
 
@@ -64,17 +64,17 @@ def test_the_gradient_stays_the_same_object():
     model = nn.Linear(2, 1)
     model.zero_grad()
     guard = gg.Guard(model)
-    guard.step(torch.ones(2, 2), lambda x: model(x).mean())
+    guard.backward(torch.ones(2, 2), lambda x: model(x).mean())
     first = model.weight.grad
-    guard.step(torch.tensor([[1.0, 1.0], [float("nan"), 0.0]]), lambda x: model(x).mean())
+    guard.backward(torch.tensor([[1.0, 1.0], [float("nan"), 0.0]]), lambda x: model(x).mean())
     assert model.weight.grad is first
 
 
 def test_earlier_gradients_that_are_not_finite_are_not_this_steps_fault():
     model = nn.Linear(2, 1)
     model.weight.grad = torch.full((1, 2), float("inf"))
-    step = gg.Guard(model).step(torch.ones(4, 2), lambda x: model(x).mean())
-    assert not step.dropped
+    result = gg.Guard(model).backward(torch.ones(4, 2), lambda x: model(x).mean())
+    assert not result.dropped
     assert model.weight.grad.isinf().all()
 
 
@@ -86,8 +86,8 @@ def test_sparse_gradients():
     guard = gg.Guard(model)
     good = [0, 1, 2, 3, 5]
     for _ in range(2):
-        step = guard.step((x, weight), lambda b: (model(b[0]).sum(1) * b[1]).mean())
-        assert step.kept == good
+        result = guard.backward((x, weight), lambda b: (model(b[0]).sum(1) * b[1]).mean())
+        assert result.kept == good
         (twin(x[good]).sum(1) * weight[good]).mean().backward()
     assert model.weight.grad.is_sparse
     assert same_gradients(model, twin)
@@ -98,7 +98,7 @@ def test_sparse_and_dense_gradients_of_one_weight():
     x = torch.randint(0, 5, (4,))
     guard = gg.Guard(model)
     for function in (lambda m, x: m(x).mean(), lambda m, x: (m.weight[x] ** 2).mean(), lambda m, x: m(x).mean()):
-        guard.step(x, lambda x, f=function: f(model, x))
+        guard.backward(x, lambda x, f=function: f(model, x))
         function(twin, x).backward()
     assert same_gradients(model, twin)
 
@@ -107,8 +107,8 @@ def test_complex_parameters():
     model = nn.Linear(2, 1, dtype=torch.complex64)
     x = torch.randn(5, 2, dtype=torch.complex64)
     x[3, 0] = complex("nan")
-    step = gg.Guard(model).step(x, lambda x: model(x).abs().square().mean())
-    assert step.kept == [0, 1, 2, 4]
+    result = gg.Guard(model).backward(x, lambda x: model(x).abs().square().mean())
+    assert result.kept == [0, 1, 2, 4]
     assert model.weight.grad.isfinite().all()
 
 
@@ -117,9 +117,9 @@ def test_other_precisions(dtype):
     model = nn.Linear(3, 2, dtype=dtype)
     x = torch.randn(6, 3, dtype=dtype)
     x[2] = float("inf")
-    step = gg.Guard(model).step(x, lambda x: model(x).square().mean())
-    assert step.kept == [0, 1, 3, 4, 5]
-    assert step.loss.dtype is dtype
+    result = gg.Guard(model).backward(x, lambda x: model(x).square().mean())
+    assert result.kept == [0, 1, 3, 4, 5]
+    assert result.loss.dtype is dtype
 
 
 def test_tied_weights_and_unused_ones():
@@ -135,7 +135,9 @@ def test_tied_weights_and_unused_ones():
     model, twin = twins(Tied())
     x, weight = torch.randint(0, 6, (7,)), torch.ones(7)
     weight[0] = float("nan")
-    gg.Guard(model).step((x, weight), lambda b: (F.cross_entropy(model(b[0]), b[0], reduction="none") * b[1]).mean())
+    gg.Guard(model).backward(
+        (x, weight), lambda b: (F.cross_entropy(model(b[0]), b[0], reduction="none") * b[1]).mean()
+    )
     F.cross_entropy(twin(x[1:]), x[1:]).backward()
     assert same_gradients(model, twin)
     assert model.unused.weight.grad is None
@@ -146,7 +148,7 @@ def test_frozen_parameters_stay_without_gradient():
     model[0].requires_grad_(False)
     x = torch.randn(4, 3)
     x[0] = float("nan")
-    gg.Guard(model).step(x, lambda x: model(x).mean())
+    gg.Guard(model).backward(x, lambda x: model(x).mean())
     assert model[0].weight.grad is None
 
 
@@ -161,11 +163,11 @@ def test_parameters_that_no_guarded_module_owns_are_taken_in():
     def loss_fn(batch):
         return ((model(batch[0]) * margin).square().sum(1) * batch[1]).sqrt().mean()
 
-    step = gg.Guard(model).step((x, zero), loss_fn)
-    assert step.kept == [0, 1, 2, 3, 5]
+    result = gg.Guard(model).backward((x, zero), loss_fn)
+    assert result.kept == [0, 1, 2, 3, 5]
     found, margin.grad = margin.grad.clone(), torch.ones(2)
     model.zero_grad()
-    loss_fn((x[step.kept], zero[step.kept])).backward()
+    loss_fn((x[result.kept], zero[result.kept])).backward()
     assert torch.equal(margin.grad, found)
 
 
@@ -179,12 +181,12 @@ def test_inputs_that_take_a_gradient():
     def loss_fn(batch):
         return (model(batch[0]).square()[:, 0] * batch[1]).sqrt().mean()
 
-    step = gg.Guard(model).step((x, zero), loss_fn)
+    result = gg.Guard(model).backward((x, zero), loss_fn)
     found, x.grad = x.grad.clone(), torch.ones(6, 3)
-    assert step.kept == [0, 1, 2, 3, 5]
+    assert result.kept == [0, 1, 2, 3, 5]
     assert found[4].tolist() == [1, 1, 1]
     model.zero_grad()
-    loss_fn((x[step.kept], zero[step.kept])).backward()
+    loss_fn((x[result.kept], zero[result.kept])).backward()
     assert torch.equal(x.grad, found)
 
 
@@ -198,8 +200,8 @@ def test_a_loss_whose_gradient_does_not_come_through_a_module():
         x, zero = batch
         return model(x).detach().mean() + ((x @ model.weight).square().sum(1) * zero).sqrt().mean()
 
-    step = gg.Guard(model).step((x, zero), loss_fn)
-    assert step.kept == [0, 1, 2, 3, 5]
+    result = gg.Guard(model).backward((x, zero), loss_fn)
+    assert result.kept == [0, 1, 2, 3, 5]
 
 
 def test_several_modules_are_guarded_together():
@@ -207,10 +209,10 @@ def test_several_modules_are_guarded_together():
     twin_encoder, twin_head = copy.deepcopy(encoder), copy.deepcopy(head)
     x = torch.randn(8, 3)
     x[6] = float("nan")
-    step = gg.Guard([encoder, head]).step(x, lambda x: head(encoder(x)).square().mean())
+    result = gg.Guard([encoder, head]).backward(x, lambda x: head(encoder(x)).square().mean())
     good = [row for row in range(8) if row != 6]
     twin_head(twin_encoder(x[good])).square().mean().backward()
-    assert step.exact
+    assert result.exact
     assert same_gradients(encoder, twin_encoder)
     assert same_gradients(head, twin_head)
     assert all(map(torch.equal, head.buffers(), twin_head.buffers()))
@@ -234,9 +236,9 @@ def test_several_outputs_and_losses():
 
     x = torch.randn(9, 4)
     x[[2, 7]] = float("inf")
-    step = gg.Guard(model).step(x, lambda x: loss_of(model, x))
-    loss_of(twin, x[step.kept]).backward()
-    assert step.kept == [0, 1, 3, 4, 5, 6, 8]
+    result = gg.Guard(model).backward(x, lambda x: loss_of(model, x))
+    loss_of(twin, x[result.kept]).backward()
+    assert result.kept == [0, 1, 3, 4, 5, 6, 8]
     assert same_gradients(model, twin)
 
 
@@ -254,9 +256,9 @@ def test_a_gradient_penalty_that_walks_back_inside_the_loss():
 
     x = torch.randn(8, 3)
     x[1], x[4] = 1e4, float("nan")
-    step = gg.Guard(model).step(x, lambda x: loss_of(model, x))
-    assert step.kept == [0, 2, 3, 5, 6, 7]
-    loss_of(twin, x[step.kept]).backward()
+    result = gg.Guard(model).backward(x, lambda x: loss_of(model, x))
+    assert result.kept == [0, 2, 3, 5, 6, 7]
+    loss_of(twin, x[result.kept]).backward()
     assert same_gradients(model, twin)
 
 
@@ -278,8 +280,8 @@ def test_a_gradient_that_comes_back_to_where_the_way_back_ends_is_seen():
     def loss_of(model, rows):
         return (model(x[rows]) * weight[rows, None]).sum(1).sqrt().mean()
 
-    step = gg.Guard(model).step(torch.arange(8), lambda rows: loss_of(model, rows))
-    assert [incident.row for incident in step.dropped] == [3]
-    assert step.dropped[0].details["tried"] == "gradients that are not finite"
-    loss_of(twin, torch.tensor(step.kept)).backward()
+    result = gg.Guard(model).backward(torch.arange(8), lambda rows: loss_of(model, rows))
+    assert [incident.row for incident in result.dropped] == [3]
+    assert result.dropped[0].details["tried"] == "gradients that are not finite"
+    loss_of(twin, torch.tensor(result.kept)).backward()
     assert same_gradients(model, twin)

@@ -9,8 +9,8 @@ import gradgate as gg
 from tests.guard.cases import random_case
 
 
-def dropped(step):
-    return [incident.row for incident in step.dropped]
+def dropped(result):
+    return [incident.row for incident in result.dropped]
 
 
 def test_batchnorm_that_refuses_single_rows():
@@ -24,7 +24,7 @@ def test_batchnorm_that_refuses_single_rows():
             raise ValueError("bad row")
         return out.mean()
 
-    assert dropped(gg.Guard(model).step((x, bad), loss_fn)) == [6]
+    assert dropped(gg.Guard(model).backward((x, bad), loss_fn)) == [6]
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -40,9 +40,9 @@ def test_a_reshape_that_depends_on_the_size_of_the_batch(size):
 
     x, bad = torch.randn(size, 3), torch.zeros(size)
     bad[[0, 3, 5, 6]] = 1
-    step = gg.Guard(model).step((x, bad), loss_fn)
-    assert dropped(step) == [0, 3, 5, 6]
-    assert step.exact
+    result = gg.Guard(model).backward((x, bad), loss_fn)
+    assert dropped(result) == [0, 3, 5, 6]
+    assert result.exact
 
 
 def test_a_reshape_that_comes_before_the_fault():
@@ -57,8 +57,8 @@ def test_a_reshape_that_comes_before_the_fault():
 
     x, bad = torch.randn(16, 3), torch.zeros(16)
     bad[4:8] = 1
-    step = gg.Guard(model).step((x, bad), loss_fn)
-    assert dropped(step) == [4, 5, 6, 7]
+    result = gg.Guard(model).backward((x, bad), loss_fn)
+    assert dropped(result) == [4, 5, 6, 7]
 
 
 def test_a_model_that_needs_two_rows():
@@ -74,7 +74,7 @@ def test_a_model_that_needs_two_rows():
 
     x, bad = torch.randn(7, 3), torch.zeros(7)
     bad[2] = 1
-    assert dropped(gg.Guard(model).step((x, bad), loss_fn)) == [2]
+    assert dropped(gg.Guard(model).backward((x, bad), loss_fn)) == [2]
 
 
 def test_samples_whose_label_is_ignored_are_not_bad():
@@ -83,8 +83,8 @@ def test_samples_whose_label_is_ignored_are_not_bad():
     x, y = torch.randn(12, 3), torch.randint(0, 4, (12,))
     y[[0, 1, 2, 3, 4, 5, 6, 8]] = -100
     x[10] = float("nan")
-    step = gg.Guard(model).step((x, y), lambda b: F.cross_entropy(model(b[0]), b[1]))
-    assert dropped(step) == [10]
+    result = gg.Guard(model).backward((x, y), lambda b: F.cross_entropy(model(b[0]), b[1]))
+    assert dropped(result) == [10]
 
 
 def test_missing_values_that_the_model_handles_are_not_bad():
@@ -103,7 +103,7 @@ def test_missing_values_that_the_model_handles_are_not_bad():
     x, factor = torch.randn(10, 3), torch.ones(10)
     x[[1, 5], 0] = float("nan")
     factor[7] = float("inf")
-    assert dropped(gg.Guard(model).step((x, factor), lambda b: model(*b).mean())) == [7]
+    assert dropped(gg.Guard(model).backward((x, factor), lambda b: model(*b).mean())) == [7]
 
 
 def test_outputs_that_the_loss_leaves_out_are_not_bad():
@@ -118,11 +118,11 @@ def test_outputs_that_the_loss_leaves_out_are_not_bad():
         return (model(x)[:, 0][keep] * weight[keep]).mean()
 
     # The rows left out spoil no loss, but their gradients are 0 * NaN: the weights would be spoilt by them, too.
-    step = gg.Guard(model).step((x, keep, weight), loss_fn)
-    assert dropped(step) == [2, 4, 8]
-    assert [incident.cause for incident in step.dropped] == ["non-finite gradient"] * 2 + ["non-finite loss"]
+    result = gg.Guard(model).backward((x, keep, weight), loss_fn)
+    assert dropped(result) == [2, 4, 8]
+    assert [incident.cause for incident in result.dropped] == ["non-finite gradient"] * 2 + ["non-finite loss"]
     model.weight.requires_grad_(False)  # the bias sees only the gradient of the output, which is 0 there
-    assert dropped(gg.Guard(model).step((x, keep, weight), loss_fn)) == [8]
+    assert dropped(gg.Guard(model).backward((x, keep, weight), loss_fn)) == [8]
 
 
 def test_a_mask_of_minus_infinity_is_not_a_fault():
@@ -137,7 +137,7 @@ def test_a_mask_of_minus_infinity_is_not_a_fault():
         x, padding = batch
         return head(model(x, src_key_padding_mask=padding)[:, 0]).square().mean()
 
-    assert dropped(gg.Guard([model, head]).step((x, padding), loss_fn)) == [3]
+    assert dropped(gg.Guard([model, head]).backward((x, padding), loss_fn)) == [3]
 
 
 def test_a_batch_as_long_as_it_is_wide_is_not_mistaken():
@@ -146,8 +146,8 @@ def test_a_batch_as_long_as_it_is_wide_is_not_mistaken():
     x = torch.randn(6, 6, 3)
     x[4, 2] = float("nan")  # sample 2 at time 4
     guard = gg.Guard([rnn, head], batch_dim=1)
-    step = guard.step(x, lambda x: head(rnn(x)[0][-1]).square().mean())
-    assert dropped(step) == [2]
+    result = guard.backward(x, lambda x: head(rnn(x)[0][-1]).square().mean())
+    assert dropped(result) == [2]
 
     class Watching(nn.Module):
         def forward(self, x):
@@ -156,8 +156,8 @@ def test_a_batch_as_long_as_it_is_wide_is_not_mistaken():
             return x
 
     watch = Watching()
-    step = gg.Guard([rnn, head, watch], batch_dim=1).step(x, lambda x: head(rnn(watch(x))[0][-1]).mean())
-    assert dropped(step) == [2]
+    result = gg.Guard([rnn, head, watch], batch_dim=1).backward(x, lambda x: head(rnn(watch(x))[0][-1]).mean())
+    assert dropped(result) == [2]
 
 
 def test_rows_of_an_inner_tensor_that_are_not_samples_are_put_back():
@@ -178,12 +178,12 @@ def test_rows_of_an_inner_tensor_that_are_not_samples_are_put_back():
     model.weight.data.fill_(1)
     x = torch.randn(6, 3)
     x[1] = 1e6
-    assert dropped(gg.Guard([model, by_class]).step(x, loss_fn)) == [1]
+    assert dropped(gg.Guard([model, by_class]).backward(x, loss_fn)) == [1]
 
 
 def test_a_fault_that_hangs_on_a_draw_may_take_neighbours_along():
     """Dropout makes NaN of an infinite row or lets it pass to tanh, by its place; LIMITATIONS.md says so."""
     model, loss_fn, _, batches, bad = random_case(701_290)
-    step = gg.Guard(model).step(batches[-1], loss_fn)
-    assert step.exact
-    assert set(bad) < {incident.row for incident in step.dropped}
+    result = gg.Guard(model).backward(batches[-1], loss_fn)
+    assert result.exact
+    assert set(bad) < {incident.row for incident in result.dropped}

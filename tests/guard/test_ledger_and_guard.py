@@ -30,9 +30,9 @@ def bad_batch():
 def test_a_ledger_that_keeps_samples_gets_them_without_being_asked_twice(tmp_path):
     model = Noisy()
     with gg.Ledger(tmp_path / "run.ledger", payload=True, payload_limit=2**20) as ledger:
-        step = gg.Guard(model, ledger=ledger).step(bad_batch(), loss_of(model))
-        assert ledger.payload_of(step.dropped[0].id) is not None
-        result = gg.replay(ledger, step.dropped[0].id, loss_of(model))
+        result = gg.Guard(model, ledger=ledger).backward(bad_batch(), loss_of(model))
+        assert ledger.payload_of(result.dropped[0].id) is not None
+        result = gg.replay(ledger, result.dropped[0].id, loss_of(model))
     assert result.verdict == "same"
     assert not result.snapshot
 
@@ -43,19 +43,19 @@ def test_a_larger_limit_of_the_ledger_is_used(tmp_path):
     weight = torch.nn.Parameter(torch.ones(()))
     holder = torch.nn.ParameterList([weight])
     with gg.Ledger(tmp_path / "run.ledger", payload=True, payload_limit=2**26) as ledger:
-        step = gg.Guard(holder, ledger=ledger).step(batch, lambda x: (x.mean(1) * weight).mean())
-        stored = ledger.payload_of(step.dropped[0].id)
+        result = gg.Guard(holder, ledger=ledger).backward(batch, lambda x: (x.mean(1) * weight).mean())
+        stored = ledger.payload_of(result.dropped[0].id)
     assert len(stored) > 2**25
 
 
 def test_a_snapshot_is_the_state_before_the_step(tmp_path):
     model = Noisy()
     guard = gg.Guard(model, ledger=(ledger := gg.Ledger(tmp_path / "run.ledger", payload=True, snapshot=True)))
-    guard.step(torch.randn(6, 3), loss_of(model))
+    guard.backward(torch.randn(6, 3), loss_of(model))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    step = guard.step(bad_batch(), loss_of(model))
-    (incident,) = step.dropped
+    result = guard.backward(bad_batch(), loss_of(model))
+    (incident,) = result.dropped
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
@@ -83,8 +83,8 @@ def test_the_doctor_says_where_a_recorded_fault_is_born(tmp_path):
         return torch.log(model(x)).mean()
 
     ledger = gg.Ledger(tmp_path / "run.ledger", payload=True)
-    step = gg.Guard(model, ledger=ledger).step(torch.tensor([[1.0, 1.0], [-1.0, -1.0], [2.0, 2.0]]), loss_fn)
-    diagnosis = replaying.examine(ledger, step.dropped[0].id, loss_fn, model=model)
+    result = gg.Guard(model, ledger=ledger).backward(torch.tensor([[1.0, 1.0], [-1.0, -1.0], [2.0, 2.0]]), loss_fn)
+    diagnosis = replaying.examine(ledger, result.dropped[0].id, loss_fn, model=model)
     ledger.close()
     assert not diagnosis.healthy
     assert any("log" in (finding.source or "") for finding in diagnosis.findings)

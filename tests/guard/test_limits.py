@@ -42,11 +42,11 @@ def is_as(model, before):
 def test_more_than_max_bad_is_refused_with_a_table():
     model, loss_fn = model_and_loss()
     guard = gg.Guard(model, max_bad=0.25)
-    guard.step(torch.randn(8, 3), loss_fn)
+    guard.backward(torch.randn(8, 3), loss_fn)
     batch = spoilt(8, 1, 4, 6)
     before = everything(model)
     with pytest.raises(gg.TooManyBadSamples) as caught:
-        guard.step(batch, loss_fn, ids=list("abcdefgh"))
+        guard.backward(batch, loss_fn, ids=list("abcdefgh"))
     assert [incident.row for incident in caught.value.incidents] == [1, 4, 6]
     text = str(caught.value)
     assert text.startswith("Guard: 3 of 8 samples are bad:\nrow  sample  stage")
@@ -59,33 +59,33 @@ def test_the_last_exception_is_the_cause_of_the_refusal():
     model = nn.Linear(3, 1)
     batch = torch.randn(4, 3), torch.tensor([1, 1, 1, 0])
     with pytest.raises(gg.TooManyBadSamples) as caught:
-        gg.Guard(model).step(batch, raising(model, ValueError("not these")))
+        gg.Guard(model).backward(batch, raising(model, ValueError("not these")))
     assert str(caught.value.__cause__) == "not these"
 
 
 def test_exactly_max_bad_is_accepted():
     model, loss_fn = model_and_loss()
-    assert len(gg.Guard(model, max_bad=0.25).step(spoilt(8, 1, 4), loss_fn).dropped) == 2
+    assert len(gg.Guard(model, max_bad=0.25).backward(spoilt(8, 1, 4), loss_fn).dropped) == 2
 
 
 def test_max_bad_of_zero_accepts_none():
     model, loss_fn = model_and_loss()
     with pytest.raises(gg.TooManyBadSamples, match="1 of 8 samples are bad"):
-        gg.Guard(model, max_bad=0).step(spoilt(8, 1), loss_fn)
+        gg.Guard(model, max_bad=0).backward(spoilt(8, 1), loss_fn)
 
 
 def test_the_patience_th_bad_step_in_a_row_is_refused():
     model, loss_fn = model_and_loss()
     guard = gg.Guard(model, patience=3)
     for _ in range(2):
-        guard.step(spoilt(8, 0), loss_fn)
-    guard.step(torch.randn(8, 3), loss_fn)  # a good step in between: the count starts again
+        guard.backward(spoilt(8, 0), loss_fn)
+    guard.backward(torch.randn(8, 3), loss_fn)  # a good step in between: the count starts again
     for _ in range(2):
-        guard.step(spoilt(8, 0), loss_fn)
+        guard.backward(spoilt(8, 0), loss_fn)
     batch = spoilt(8, 5)
     before = everything(model)
     with pytest.raises(gg.TooManyBadSamples, match="3 steps in a row had bad samples") as caught:
-        guard.step(batch, loss_fn)
+        guard.backward(batch, loss_fn)
     assert [incident.row for incident in caught.value.incidents] == [5]
     assert is_as(model, before)
 
@@ -93,7 +93,7 @@ def test_the_patience_th_bad_step_in_a_row_is_refused():
 def test_patience_of_one_refuses_the_first():
     model, loss_fn = model_and_loss()
     with pytest.raises(gg.TooManyBadSamples):
-        gg.Guard(model, patience=1).step(spoilt(8, 0), loss_fn)
+        gg.Guard(model, patience=1).backward(spoilt(8, 0), loss_fn)
 
 
 def raising(model, error):
@@ -111,10 +111,12 @@ def test_catch_narrows_what_may_be_blamed():
     model = nn.Linear(3, 1)
     batch = torch.randn(6, 3), torch.tensor([0, 0, 1, 0, 0, 0])
     guard = gg.Guard(model, catch=(ValueError,))
-    assert [i.row for i in guard.step(batch, raising(model, ValueError("x"))).dropped] == [2]
+    assert [i.row for i in guard.backward(batch, raising(model, ValueError("x"))).dropped] == [2]
     with pytest.raises(KeyError, match="y"):
-        guard.step(batch, raising(model, KeyError("y")))
-    assert [i.row for i in gg.Guard(model, catch=KeyError).step(batch, raising(model, KeyError("z"))).dropped] == [2]
+        guard.backward(batch, raising(model, KeyError("y")))
+    assert [i.row for i in gg.Guard(model, catch=KeyError).backward(batch, raising(model, KeyError("z"))).dropped] == [
+        2
+    ]
 
 
 class NeedsFour(nn.Module):
@@ -144,7 +146,7 @@ def test_what_only_the_search_sets_off_is_not_raised_though_it_is_not_to_be_caug
 
     x = torch.randn(8, 3)
     x[5] = float("nan")
-    assert gg.Guard(model, catch=ValueError).step(x, loss_fn).kept == [0, 1, 2, 3, 4, 6, 7]
+    assert gg.Guard(model, catch=ValueError).backward(x, loss_fn).kept == [0, 1, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_what_always_passes(error, catch):
     batch = torch.randn(6, 3), torch.tensor([0, 0, 1, 0, 0, 0])
     before = everything(model)
     with pytest.raises(type(error)) as caught:
-        gg.Guard(model, catch=catch).step(batch, raising(model, error))
+        gg.Guard(model, catch=catch).backward(batch, raising(model, error))
     assert caught.value is error
     if not isinstance(error, torch.AcceleratorError):  # there the device is dead; gradients are put back at least
         assert is_as(model, before)
@@ -186,7 +188,7 @@ def test_memory_that_runs_out_in_the_search_passes_as_well():
         return model(x).mean()
 
     with pytest.raises(torch.OutOfMemoryError):
-        gg.Guard(model).step(spoilt(8, 2), loss_fn)
+        gg.Guard(model).backward(spoilt(8, 2), loss_fn)
 
 
 def test_min_kept_makes_no_step_where_too_few_are_left():
@@ -195,11 +197,11 @@ def test_min_kept_makes_no_step_where_too_few_are_left():
     model(torch.randn(4, 3)).sum().backward()
     batch = spoilt(2, 0)
     before = everything(model)
-    step = guard.step(batch, loss_fn)
-    assert step.kept == []
-    assert [i.row for i in step.dropped] == [0]
-    assert step.loss.isnan()
-    assert step.loss.shape == ()
-    assert not step.exact
-    assert step.reason == "only 1 of 2 samples are left, fewer than min_kept=2: no step was made"
+    result = guard.backward(batch, loss_fn)
+    assert result.kept == []
+    assert [i.row for i in result.dropped] == [0]
+    assert result.loss.isnan()
+    assert result.loss.shape == ()
+    assert not result.exact
+    assert result.reason == "only 1 of 2 samples are left, fewer than min_kept=2: no step was made"
     assert is_as(model, before)

@@ -59,8 +59,8 @@ def test_a_bad_step_leaves_no_activations_behind(fault):
     gc.collect()
     gc.disable()
     try:
-        step = guard.step(x, loss_fn)
-        assert [incident.row for incident in step.dropped] == [2]
+        result = guard.backward(x, loss_fn)
+        assert [incident.row for incident in result.dropped] == [2]
         assert len(model.seen) > 1
         assert not any(activation() is not None for activation in model.seen)
     finally:

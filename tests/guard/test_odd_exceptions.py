@@ -32,16 +32,16 @@ ERRORS = pytest.mark.parametrize("error", [Mute, Sealed])
 @ERRORS
 def test_it_costs_one_sample(error):
     model = Strict(error)
-    step = gg.Guard(model).step(spoilt(), lambda x: model(x).mean())
-    assert step.kept == [0, 1, 3, 4, 5, 6, 7]
-    assert step.dropped[0].exception_type.endswith(error.__name__)
+    result = gg.Guard(model).backward(spoilt(), lambda x: model(x).mean())
+    assert result.kept == [0, 1, 3, 4, 5, 6, 7]
+    assert result.dropped[0].exception_type.endswith(error.__name__)
     if error is not Sealed:
-        assert step.dropped[0].message.endswith(f"{error.__name__} without a readable text")
+        assert result.dropped[0].message.endswith(f"{error.__name__} without a readable text")
 
 
 @ERRORS
 def test_a_fault_of_the_code_is_raised_as_it_is(error):
     model = Strict(error)
     with pytest.raises(error) as caught:
-        gg.Guard(model).step(torch.full((8, 3), float("nan")), lambda x: model(x).mean())
+        gg.Guard(model).backward(torch.full((8, 3), float("nan")), lambda x: model(x).mean())
     assert "every sample that was tried fails in the same way" in str(caught.value.__cause__)

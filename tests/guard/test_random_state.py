@@ -160,8 +160,8 @@ def test_after_a_bad_step_all_sources_stand_where_the_reduced_batch_leaves_them(
     keep = ~bad
     state = RandomState()
     state.remember()
-    step = gg.Guard(model).step((x, bad), loss_fn)
-    assert len(step.dropped) == 2
+    result = gg.Guard(model).backward((x, bad), loss_fn)
+    assert len(result.dropped) == 2
     after, grad = draw(), model.weight.grad.clone()
     model.zero_grad()
     state.restore()
@@ -169,4 +169,4 @@ def test_after_a_bad_step_all_sources_stand_where_the_reduced_batch_leaves_them(
     loss.backward()
     assert draw() == after
     assert torch.equal(model.weight.grad, grad)
-    assert torch.equal(step.loss, loss)
+    assert torch.equal(result.loss, loss)

@@ -39,10 +39,10 @@ def test_incidents_carry_who_when_and_what(model):
     sink = Sink()
     guard = gg.Guard(model, sink=sink, run="night")
     guard.epoch = 4
-    guard.step(torch.randn(8, 3), loss_of(model))
-    step = guard.step(spoilt(8, 2, 5), loss_of(model), ids=[f"img_{i}.png" for i in range(8)])
-    assert list(step.dropped) == sink.incidents
-    incident = step.dropped[1]
+    guard.backward(torch.randn(8, 3), loss_of(model))
+    result = guard.backward(spoilt(8, 2, 5), loss_of(model), ids=[f"img_{i}.png" for i in range(8)])
+    assert list(result.dropped) == sink.incidents
+    incident = result.dropped[1]
     assert (incident.sample_id, incident.row, incident.run, incident.step, incident.epoch) == (
         "img_5.png",
         5,
@@ -54,27 +54,27 @@ def test_incidents_carry_who_when_and_what(model):
     assert incident.details["batch"] == 8
     assert incident.details["tried"] == "values that are not finite, in the batch itself"
     assert math.isnan(incident.loss)
-    assert len({i.id for i in step.dropped}) == 2
+    assert len({i.id for i in result.dropped}) == 2
 
 
 @pytest.mark.parametrize("ids", [range(10, 18), torch.arange(10, 18), [10, 11, 12, 13, 14, 15, 16, 17]])
 def test_ids_of_any_kind_become_text(model, ids):
-    assert gg.Guard(model).step(spoilt(8, 3), loss_of(model), ids=ids).dropped[0].sample_id == "13"
+    assert gg.Guard(model).backward(spoilt(8, 3), loss_of(model), ids=ids).dropped[0].sample_id == "13"
 
 
 def test_a_sample_loss_is_the_samples_own(model):
     weight = torch.ones(6)
     weight[2] = float("inf")
-    step = gg.Guard(model).step((torch.ones(6, 3), weight), lambda b: model(b[0]).square()[:, 0] * b[1])
-    assert step.dropped[0].loss == math.inf
-    assert step.losses.shape == (5,)
-    assert not step.losses.requires_grad
-    assert torch.equal(step.losses.mean(), step.loss)
+    result = gg.Guard(model).backward((torch.ones(6, 3), weight), lambda b: model(b[0]).square()[:, 0] * b[1])
+    assert result.dropped[0].loss == math.inf
+    assert result.losses.shape == (5,)
+    assert not result.losses.requires_grad
+    assert torch.equal(result.losses.mean(), result.loss)
 
 
 def test_one_line_of_log_for_each_incident(model, caplog):
     caplog.set_level(logging.WARNING, logger="gradgate")  # other tests may have silenced it
-    gg.Guard(model).step(spoilt(8, 2, 5), loss_of(model), ids=list("abcdefgh"))
+    gg.Guard(model).backward(spoilt(8, 2, 5), loss_of(model), ids=list("abcdefgh"))
     lines = [record.getMessage() for record in caplog.records if record.name == "gradgate"]
     assert len(lines) == 2
     assert lines[0].startswith("step 0: dropped sample c (row 2): non-finite loss in forward at ")
@@ -82,7 +82,7 @@ def test_one_line_of_log_for_each_incident(model, caplog):
 
 def test_a_ledger_by_its_path(model, tmp_path):
     guard = gg.Guard(model, ledger=tmp_path / "run.ledger")
-    guard.step(spoilt(8, 2), loss_of(model), ids=list("abcdefgh"))
+    guard.backward(spoilt(8, 2), loss_of(model), ids=list("abcdefgh"))
     ledger = gg.Ledger(tmp_path / "run.ledger")
     assert [(i.sample_id, i.cause, i.run) for i in ledger.incidents()] == [("c", "non-finite loss", guard.run)]
     assert ledger.bad_ids() == {"c"} or list(ledger.bad_ids()) == ["c"]
@@ -90,16 +90,16 @@ def test_a_ledger_by_its_path(model, tmp_path):
 
 def test_a_ledger_and_a_sink_both_get_it(model, tmp_path):
     sink, ledger = Sink(), gg.Ledger(tmp_path / "run.ledger")
-    gg.Guard(model, ledger=ledger, sink=sink).step(spoilt(8, 2), loss_of(model))
+    gg.Guard(model, ledger=ledger, sink=sink).backward(spoilt(8, 2), loss_of(model))
     assert len(sink.incidents) == len(list(ledger.incidents())) == 1
 
 
 def test_samples_themselves_only_when_asked_for(model):
     sink = Sink()
     batch = {"x": spoilt(6, 4), "name": list("abcdef")}
-    gg.Guard(model, sink=sink).step(batch, lambda b: model(b["x"]).mean())
+    gg.Guard(model, sink=sink).backward(batch, lambda b: model(b["x"]).mean())
     assert sink.payloads == {}
-    gg.Guard(model, sink=sink, payload=True).step(batch, lambda b: model(b["x"]).mean())
+    gg.Guard(model, sink=sink, payload=True).backward(batch, lambda b: model(b["x"]).mean())
     (payload,) = sink.payloads.values()
     sample = decode(payload)
     assert sample["x"].shape == (1, 3)
@@ -109,7 +109,7 @@ def test_samples_themselves_only_when_asked_for(model):
 
 def test_payloads_reach_the_ledger(model, tmp_path):
     guard = gg.Guard(model, ledger=tmp_path / "run.ledger", payload=True)
-    incident = guard.step(spoilt(6, 4), loss_of(model)).dropped[0]
+    incident = guard.backward(spoilt(6, 4), loss_of(model)).dropped[0]
     assert decode(gg.Ledger(tmp_path / "run.ledger").payload_of(incident.id)).shape == (1, 3)
 
 
@@ -118,7 +118,7 @@ def test_what_was_refused_is_written_down_and_marked(model, tmp_path, limit):
     sink = Sink()
     guard = gg.Guard(model, tmp_path / "run.ledger", sink=sink, **limit)
     with pytest.raises(gg.TooManyBadSamples) as caught:
-        guard.step(spoilt(6, 1, 2), loss_of(model), ids=list("abcdef"))
+        guard.backward(spoilt(6, 1, 2), loss_of(model), ids=list("abcdef"))
     assert sink.incidents == list(caught.value.incidents)
     assert [(one.sample_id, one.details["refused"]) for one in sink.incidents] == [("b", True), ("c", True)]
     ledger = gg.Ledger(tmp_path / "run.ledger")
@@ -139,10 +139,10 @@ def test_a_fault_that_does_not_come_again_is_nobodys(model):
         return model(x).mean()
 
     guard = gg.Guard(model, sink=sink)
-    step = guard.step(torch.randn(6, 3), loss_fn)
-    assert step.kept == list(range(6))
-    assert step.dropped == ()
-    (incident,) = step.transient
+    result = guard.backward(torch.randn(6, 3), loss_fn)
+    assert result.kept == list(range(6))
+    assert result.dropped == ()
+    (incident,) = result.transient
     assert sink.incidents == [incident]
     assert (incident.transient, incident.row, incident.message) == (True, None, "a cosmic ray")
     assert guard.summary().transient == 1
@@ -156,10 +156,10 @@ def test_a_value_that_does_not_come_again_is_nobodys(model):
         calls.append(len(x))
         return model(x).mean() * (float("nan") if len(calls) == 1 else 1.0)
 
-    step = gg.Guard(model).step(torch.randn(6, 3), loss_fn)
-    assert step.dropped == ()
-    assert step.transient[0].cause == "non-finite loss"
-    assert step.loss.isfinite()
+    result = gg.Guard(model).backward(torch.randn(6, 3), loss_fn)
+    assert result.dropped == ()
+    assert result.transient[0].cause == "non-finite loss"
+    assert result.loss.isfinite()
 
 
 def test_a_fault_that_comes_and_goes_is_raised(model):
@@ -172,14 +172,14 @@ def test_a_fault_that_comes_and_goes_is_raised(model):
         return model(x).mean()
 
     with pytest.raises(OSError, match="loose contact") as caught:
-        gg.Guard(model).step(torch.randn(6, 3), loss_fn)
+        gg.Guard(model).backward(torch.randn(6, 3), loss_fn)
     assert "it comes and goes" in caught.value.__notes__[-1]
 
 
 def test_the_summary_prints_as_a_table(model):
     guard = gg.Guard(model)
-    guard.step(torch.randn(8, 3), loss_of(model))
-    guard.step(spoilt(8, 1, 2), loss_of(model))
+    guard.backward(torch.randn(8, 3), loss_of(model))
+    guard.backward(spoilt(8, 1, 2), loss_of(model))
     assert str(guard.summary()) == (
         "2 steps with 16 samples: 2 samples dropped in 1 step (12.5 %), 0 transient faults\n"
         "cause            dropped\n"
@@ -195,14 +195,14 @@ def test_the_state_goes_through_a_checkpoint(model, tmp_path):
     guard = gg.Guard(model, patience=3)
     guard.epoch = 7
     for _ in range(2):
-        guard.step(spoilt(8, 1), loss_of(model))
+        guard.backward(spoilt(8, 1), loss_of(model))
     torch.save(guard.state_dict(), tmp_path / "guard.pt")
     resumed = gg.Guard(model, patience=3)
     resumed.load_state_dict(torch.load(tmp_path / "guard.pt", weights_only=True))
     assert resumed.state_dict() == guard.state_dict()
     assert resumed.epoch == 7
     with pytest.raises(gg.TooManyBadSamples, match="3 steps in a row"):
-        resumed.step(spoilt(8, 1), loss_of(model))
+        resumed.backward(spoilt(8, 1), loss_of(model))
 
 
 def test_a_state_of_something_else_is_refused(model):
@@ -222,7 +222,7 @@ def test_a_long_table_is_cut():
 
 def test_a_step_lists_its_rows_and_prints_in_one_line():
     linear = nn.Linear(2, 1)
-    step = gg.Guard(linear).step(torch.ones(3, 2), lambda x: linear(x).sum() * 0 + 0.5)
-    assert step.kept == [0, 1, 2]
-    assert step.kept is step.kept
-    assert repr(step) == "Step(loss=0.5, kept=3 rows, dropped=0, exact=True)"
+    result = gg.Guard(linear).backward(torch.ones(3, 2), lambda x: linear(x).sum() * 0 + 0.5)
+    assert result.kept == [0, 1, 2]
+    assert result.kept is result.kept
+    assert repr(result) == "GuardResult(loss=0.5, kept=3 rows, dropped=0, exact=True)"

@@ -17,11 +17,11 @@ def test_45_one_nan_sample_poisons_the_batch_the_weights_and_adam():
     x[3, 2] = float("nan")
     good = [0, 1, 2, 4, 5, 6, 7]
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin)]
-    step = gg.Guard(model).step((x, y), lambda b: (model(b[0]) - b[1]).square().mean())
+    result = gg.Guard(model).backward((x, y), lambda b: (model(b[0]) - b[1]).square().mean())
     optimizers[0].step()
     (twin(x[good]) - y[good]).square().mean().backward()
     optimizers[1].step()
-    assert [incident.row for incident in step.dropped] == [3]
+    assert [incident.row for incident in result.dropped] == [3]
     assert torch.equal(model.weight.grad, twin.weight.grad)
     assert torch.equal(model.weight, twin.weight)
     states = [optimizer.state[m.weight]["exp_avg"] for optimizer, m in zip(optimizers, (model, twin), strict=True)]
@@ -34,10 +34,10 @@ def test_47_gradscaler_throws_away_the_whole_step():
     x = torch.randn(256, 2)
     x[7, 0] = float("inf")
     before = model.weight.detach().clone()
-    step = gg.Guard(model).step(x, lambda x: model(x).mean(), scaler=scaler)
+    result = gg.Guard(model).backward(x, lambda x: model(x).mean(), scaler=scaler)
     scaler.step(optimizer)
     scaler.update()
-    assert len(step.kept) == 255
+    assert len(result.kept) == 255
     assert not torch.equal(model.weight, before)
     assert scaler.get_scale() == 4.0
 
@@ -48,7 +48,7 @@ def test_48_batchnorm_statistics_polluted_by_bad_rows():
     x = torch.randn(8, 1)
     bad = x.clone()
     bad[3] = float("nan")
-    gg.Guard(norm).forward(norm, bad)
+    gg.Guard(norm).forward(bad, norm)
     twin(x[[0, 1, 2, 4, 5, 6, 7]])
     assert torch.equal(norm.running_mean, twin.running_mean)
     assert torch.equal(norm.running_var, twin.running_var)
@@ -60,9 +60,9 @@ def test_49_batchnorm_dies_when_one_survivor_is_left():
     x = torch.randn(2, 3)
     x[0] = float("nan")
     before = copy.deepcopy(model.state_dict())
-    step = gg.Guard(model, min_kept=2).step(x, lambda x: model(x).square().mean())
-    assert step.kept == []
-    assert "no step was made" in step.reason
+    result = gg.Guard(model, min_kept=2).backward(x, lambda x: model(x).square().mean())
+    assert result.kept == []
+    assert "no step was made" in result.reason
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -75,8 +75,8 @@ def test_50_gradient_accumulation_with_a_bad_sample_in_one_micro_batch():
     x[8, 1] = float("nan")
     guard = gg.Guard(holder)
     sums = lambda b: F.cross_entropy(b[0] @ weight, b[1], reduction="sum")  # noqa: E731
-    first = guard.step((x[:6], y[:6]), sums)
-    second = guard.step((x[6:], y[6:]), sums)
+    first = guard.backward((x[:6], y[:6]), sums)
+    second = guard.backward((x[6:], y[6:]), sums)
     kept = len(first.kept) + len(second.kept)
     found = weight.grad / kept  # the exact mean over the window: divide by what took part
     good = [row for row in range(12) if row != 8]
@@ -91,7 +91,7 @@ def test_53_a_nan_that_another_process_would_spread():
     model = nn.Linear(2, 1, bias=False)
     x = torch.ones(4, 2)
     x[0, 0] = float("nan")
-    gg.Guard(model).step(x, lambda x: model(x).mean())
+    gg.Guard(model).backward(x, lambda x: model(x).mean())
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
@@ -99,4 +99,4 @@ def test_32_a_nan_loss_with_good_gradients_is_told_not_skipped_in_silence():
     model = nn.Linear(3, 4)
     y = torch.full((6,), -100)
     with pytest.raises(gg.TooManyBadSamples, match=r"a mean over nothing \(cross_entropy with every label ignored\)"):
-        gg.Guard(model).step((torch.randn(6, 3), y), lambda b: F.cross_entropy(model(b[0]), b[1]))
+        gg.Guard(model).backward((torch.randn(6, 3), y), lambda b: F.cross_entropy(model(b[0]), b[1]))

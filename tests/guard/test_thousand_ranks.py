@@ -29,9 +29,9 @@ def test_a_healthy_step_costs_the_same_collectives_as_with_two(thousand, width):
     model = DistributedDataParallel(nn.Sequential(*[nn.Linear(width, width) for _ in range(6)]))
     guard = gg.Guard(model)
     batch = torch.randn(8, width)
-    guard.step(batch, lambda x: model(x).square().mean())
+    guard.backward(batch, lambda x: model(x).square().mean())
     with collectives() as seen:
-        guard.step(batch, lambda x: model(x).square().mean())
+        guard.backward(batch, lambda x: model(x).square().mean())
     gradients = 4 * 6 * (width * width + width)
     assert {name for name, _ in seen} == {"all_reduce"}
     assert sum(size for _, size in seen) == gradients + 4 * (WIDTH + 12)

@@ -50,7 +50,7 @@ if __name__ == "__main__":
         if step == 1:
             tokens[3, 2] = 77
         optimizer.zero_grad()
-        guard.step({"tokens": tokens, "label": label}, loss_fn, ids=[f"line {step}/{row}" for row in range(6)])
+        guard.backward({"tokens": tokens, "label": label}, loss_fn, ids=[f"line {step}/{row}" for row in range(6)])
         optimizer.step()
 '''
 

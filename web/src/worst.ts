@@ -20,7 +20,7 @@ export function worstSection(selection: Selection, show: () => void): HTMLElemen
     const seen = causes.get(place) ?? new Set<string>();
     causes.set(place, seen.add(incidents.text.cause.at(row) ?? ""));
   });
-  if (!worst.length) return section("worst", "Worst samples", "", empty("No sample has a name", "Give ids= to guard.step, so that incidents say which sample it was."));
+  if (!worst.length) return section("worst", "Worst samples", "", empty("No sample has a name", "Give ids= to guard.backward, so that incidents say which sample it was."));
   const most = counts[worst[0]!]!;
   const entries = worst.map((place) => {
     const sample = words[place]!;

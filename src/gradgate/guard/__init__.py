@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from gradgate.guard._guard import Guard
-from gradgate.guard._result import Step, Summary
+from gradgate.guard._result import GuardResult, Summary
 
-__all__ = ["Guard", "Step", "Summary"]
+__all__ = ["Guard", "GuardResult", "Summary"]

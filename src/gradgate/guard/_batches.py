@@ -49,9 +49,9 @@ class BatchReader:
         """Give what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
         if ids is not None and not (hasattr(ids, "__len__") and hasattr(ids, "__getitem__")):
             raise ArgumentTypeError(
-                f"Guard.step(): `ids` is {describe(ids)}.",
+                f"Guard.backward(): `ids` is {describe(ids)}.",
                 why="it has one name for each row, to be looked up by the number of the row.",
-                fix="guard.step(batch, loss_fn, ids=list(ids))",
+                fix="guard.backward(batch, loss_fn, ids=list(ids))",
             )
         plain = self._plain(batch) if self._count is None and self._select is None else None
         if plain is None or (ids is not None and len(ids) != plain[0]):
@@ -85,9 +85,9 @@ class BatchReader:
                 found = self._agreed(batch, ids)
         if ids is not None and len(ids) != found:
             raise ArgumentValueError(
-                f"Guard.step(): `ids` has {len(ids)} entries, the batch has {found} samples.",
+                f"Guard.backward(): `ids` has {len(ids)} entries, the batch has {found} samples.",
                 why="each sample has one name.",
-                fix="guard.step(batch, loss_fn, ids=ids_of_this_batch)",
+                fix="guard.backward(batch, loss_fn, ids=ids_of_this_batch)",
             )
         return found
 
@@ -141,7 +141,7 @@ class BatchReader:
         possible = _sizes(batch, self.batch_dim)
         if possible is None:
             raise ArgumentTypeError(
-                f"Guard.step(): the batch is {describe(batch)}, and nothing in it is per sample.",
+                f"Guard.backward(): the batch is {describe(batch)}, and nothing in it is per sample.",
                 why="the guard takes samples out of a batch, so it must see which parts belong to one sample.",
                 fix=SELECT_FIX,
             )
@@ -151,9 +151,9 @@ class BatchReader:
             return possible[0]
         seen = [f"{path}: {size}" for path, size in _leaf_sizes(batch, self.batch_dim, "batch")]
         raise ArgumentValueError(
-            f"Guard.step(): the parts of the batch do not agree on the number of samples ({listed(seen, 8)}).",
+            f"Guard.backward(): the parts of the batch do not agree on the number of samples ({listed(seen, 8)}).",
             why="a part that is not per sample (class weights, a flat list of tokens) cannot be told from one that is.",
-            fix=f"guard.step(batch, loss_fn, ids=...)   # for a list with one tensor for each sample\n{SELECT_FIX}",
+            fix=f"guard.backward(batch, loss_fn, ids=...)   # for a list with one tensor for each sample\n{SELECT_FIX}",
         )
 
 
@@ -234,7 +234,7 @@ def _items(tree: Any, rows: list[int]) -> Any:
     except (TypeError, KeyError, IndexError, ValueError):
         return [tree[row] for row in rows]
     raise ArgumentTypeError(
-        f"Guard.step(): taking {len(rows)} rows of {describe(tree)} gave {len(taken)} items.",
+        f"Guard.backward(): taking {len(rows)} rows of {describe(tree)} gave {len(taken)} items.",
         why="an object with `__getitem__` must give one item for each row that is asked for.",
         fix=SELECT_FIX,
     )
@@ -253,7 +253,7 @@ def _sizes(tree: Any, batch_dim: int) -> list[int] | None:
     if isinstance(tree, PackedSequence) or (isinstance(tree, torch.Tensor) and tree.is_nested):
         kind = "PackedSequence" if isinstance(tree, PackedSequence) else "nested tensor"
         raise ArgumentTypeError(
-            f"Guard.step(): the batch holds a {kind}.",
+            f"Guard.backward(): the batch holds a {kind}.",
             why="its samples do not lie along one dimension, so rows cannot be taken in general.",
             fix=SELECT_FIX,
         )
@@ -313,7 +313,7 @@ def _count_for_select(batch: Any, batch_dim: int, ids: Ids | None) -> int:
     if hasattr(type(batch), "__len__"):
         return len(batch)
     raise ArgumentTypeError(
-        f"Guard.step(): the number of samples of {describe(batch)} is not known.",
+        f"Guard.backward(): the number of samples of {describe(batch)} is not known.",
         why="`select` takes rows, but something must say how many there are.",
-        fix="Guard(model, select=..., count=lambda batch: ...)   # or guard.step(batch, loss_fn, ids=...)",
+        fix="Guard(model, select=..., count=lambda batch: ...)   # or guard.backward(batch, loss_fn, ids=...)",
     )

@@ -22,7 +22,7 @@ from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
 from gradgate.guard._judging import refuse_row, refuse_share, refused
 from gradgate.guard._one_at_a_time import OneAtATime
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
-from gradgate.guard._result import Step, Summary
+from gradgate.guard._result import GuardResult, Summary
 from gradgate.guard._shared_step import SharedStep
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tally import Tally
@@ -59,7 +59,7 @@ class Guard:
         batch_dim: The dimension of tensors that samples are stacked along.
         payload: Give the bad samples themselves to the ledger or sink, too.
         sink: Takes the incidents, besides or instead of a ledger.
-        min_kept: With fewer good samples left, no step is made: gradients stay as they are and `step.kept` is empty.
+        min_kept: With fewer good samples left, no step is made: gradients stay as they are and `result.kept` is empty.
             2 suits BatchNorm, which cannot work with one sample.
         run: The name of the run in incidents.
 
@@ -74,8 +74,8 @@ class Guard:
         >>> guard = gg.Guard(model)
         >>> x = torch.randn(8, 3)
         >>> x[5] = float("nan")
-        >>> step = guard.step(x, lambda x: model(x).square().mean(), ids=range(100, 108))
-        >>> step.kept, step.dropped[0].sample_id, bool(model.weight.grad.isfinite().all())
+        >>> result = guard.backward(x, lambda x: model(x).square().mean(), ids=range(100, 108))
+        >>> result.kept, result.dropped[0].sample_id, bool(model.weight.grad.isfinite().all())
         ([0, 1, 2, 3, 4, 6, 7], '105', True)
     """
 
@@ -126,14 +126,14 @@ class Guard:
         self._more = False
         self._others_have_more: bool | None = None
 
-    def step(
+    def backward(
         self,
         batch: Any,
         loss_fn: Callable[[Any], torch.Tensor],
         ids: Ids | None = None,
         *,
         scaler: Scaler | None = None,
-    ) -> Step:
+    ) -> GuardResult:
         """Make forward, loss and backward of a batch, without the samples that are bad.
 
         Gradients are added to those that are there, as `backward()` does; call the optimizer yourself.
@@ -171,9 +171,9 @@ class Guard:
             self._state.add_earlier_gradients()
         if recovered is None:
             self._tally.add_step(size, bad=False)
-            return Step(outcome.value, outcome.per_sample, range(size))
+            return GuardResult(outcome.value, outcome.per_sample, range(size))
         self._tally.add_step(size, bad=bool(recovered.dropped))
-        return Step(
+        return GuardResult(
             loss=torch.tensor(float("nan")) if outcome.value is None else outcome.value,
             losses=outcome.per_sample,
             kept=recovered.kept,
@@ -184,7 +184,7 @@ class Guard:
         )
 
     def forward(
-        self, fn: Callable[[Any], Any], batch: Any, fill_value: float = float("nan"), *, ids: Ids | None = None
+        self, batch: Any, fn: Callable[[Any], Any], fill_value: float = float("nan"), *, ids: Ids | None = None
     ) -> tuple[Any, torch.Tensor]:
         """Run a function on a batch, with the rows of bad samples filled: no backward, in the mode that is in force.
 
@@ -192,10 +192,10 @@ class Guard:
         those of the same call without the bad samples. Outputs that have no row for each sample are given as they are.
 
         Args:
+            batch: As for `backward`.
             fn: Any function of the batch; its outputs have one row for each sample.
-            batch: As for `step`.
             fill_value: What stands in the rows of bad samples; 0 in integer outputs if they cannot hold it.
-            ids: As for `step`.
+            ids: As for `backward`.
 
         Returns:
             The outputs, and a boolean tensor that is True where a row is real.
@@ -230,15 +230,15 @@ class Guard:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Give the batches of a loader until no rank has any more, so that all ranks make equally many steps.
 
-        A rank whose loader has come to its end gets batches of 0 rows; `step` takes part with nothing then, and the
+        A rank whose loader has come to its end gets batches of 0 rows; `backward` takes part with nothing then, and the
         optimizer makes the same step as everywhere. In one process these are just the batches.
 
         Args:
             loader: This rank's batches.
 
         Returns:
-            The batches, for one loop with a `step` for each. Where `select=` cannot take 0 rows, None stands for such
-            a batch, and `step` takes it.
+            The batches, for one loop with a `backward` for each. Where `select=` cannot take 0 rows, None stands for
+            such a batch, and `backward` takes it.
         """
         return iter(loader) if isinstance(self._agreement, Alone) else batches_in_turn(self, self._agreement, loader)
 

@@ -18,7 +18,7 @@ class OneAtATime:
             raise GradgateError(
                 "Guard: a guard was used inside one of its own steps, or by two threads at once.",
                 why="the gradients and buffers that it put aside for the first step would be lost.",
-                fix="out, keep = guard.forward(fn, batch)   # before guard.step; or another Guard for what is inside",
+                fix="out, keep = guard.forward(batch, fn)   # before guard.backward; or another Guard inside",
             )
         self._taken = True
 

@@ -138,7 +138,7 @@ class Ranks:
             raise OtherRankError(
                 f"Guard: rank {self.rank} of {self.world_size} cannot reach the others: {first_line}",
                 why="another rank has ended, was killed, or did not come to this step within the timeout of the group "
-                "(a rank that leaves its loop early, or does not call guard.step as often as the others).",
+                "(a rank that leaves its loop early, or does not call guard.backward as often as the others).",
                 fix="for batch in guard.batches(loader): ...   # all ranks make equally many steps; "
                 "then start all ranks again from a checkpoint",
             ) from error

@@ -10,16 +10,16 @@ import torch
 from gradgate.guard._tables import text_table
 from gradgate.records import Incident
 
-__all__ = ["Step", "Summary"]
+__all__ = ["GuardResult", "Summary"]
 
 
-class Step:
-    """What `Guard.step` gives back.
+class GuardResult:
+    """What `Guard.backward` gives back.
 
     Attributes:
         loss: The mean loss over the kept samples, detached, 0-dim.
         losses: One loss for each kept sample, detached, if the loss function gave them.
-        kept: The rows that took part; index with it: `batch[step.kept]`.
+        kept: The rows that took part; index with it: `batch[result.kept]`.
         dropped: One incident for each row that did not.
         exact: Whether gradients, buffers, random state and loss are bit-identical to those of the same call on the
             batch without the dropped samples.
@@ -50,14 +50,14 @@ class Step:
 
     @property
     def kept(self) -> list[int]:
-        """The rows that took part; index with it: `batch[step.kept]`."""
+        """The rows that took part; index with it: `batch[result.kept]`."""
         if not isinstance(self._kept, list):
             self._kept = list(self._kept)
         return self._kept
 
     def __repr__(self) -> str:
         kept = f"kept={len(self._kept)} rows, dropped={len(self.dropped)}"
-        return f"Step(loss={self.loss.item():g}, {kept}, exact={self.exact})"
+        return f"GuardResult(loss={self.loss.item():g}, {kept}, exact={self.exact})"
 
 
 @dataclass(frozen=True, slots=True)

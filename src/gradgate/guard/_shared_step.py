@@ -20,7 +20,7 @@ from gradgate.guard._faults import Fault
 from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
 from gradgate.guard._judging import refuse_row, refuse_share, refused
 from gradgate.guard._recovery import Dropped, Recovered, raise_as_it_is
-from gradgate.guard._result import Step
+from gradgate.guard._result import GuardResult
 from gradgate.guard._shares import Share, Totals
 from gradgate.guard._trial import LossTrial, Outcome, Scaler
 from gradgate.records import Incident
@@ -53,7 +53,7 @@ class SharedStep:
         self._snapshot: bytes | None = None
         self._incidents: tuple[Incident, ...] = ()
 
-    def run(self, loss_fn: Callable[[Any], torch.Tensor], scaler: Scaler | None) -> Step:
+    def run(self, loss_fn: Callable[[Any], torch.Tensor], scaler: Scaler | None) -> GuardResult:
         """Make the step.
 
         Args:
@@ -136,7 +136,7 @@ class SharedStep:
         self._outcome = found.outcome or Outcome()
         self._incidents = self._recorder.dropped(found.dropped) + self._recorder.transient(found.transient)
 
-    def _together(self, error: BaseException | None) -> Step:
+    def _together(self, error: BaseException | None) -> GuardResult:
         """Agree with the others on what becomes of the step."""
         guard, found = self._guard, self._recovered
         if error is not None:
@@ -241,11 +241,11 @@ class SharedStep:
                 of_rank = [incident for incident in incidents if incident.rank == rank]
                 hand_over(of_rank, guard._sinks, samples, snapshot, payload=guard.payload)
 
-    def _result(self, kept: list[int], totals: Totals, reasons: list[str]) -> Step:
+    def _result(self, kept: list[int], totals: Totals, reasons: list[str]) -> GuardResult:
         value = self._outcome.value
         like = torch.empty((), dtype=torch.float32) if value is None else value
         mean = totals.loss / totals.kept if totals.kept else float("nan")
-        return Step(
+        return GuardResult(
             loss=torch.full_like(like, mean),
             losses=self._outcome.per_sample if kept else None,
             kept=kept,

@@ -113,7 +113,7 @@ class _Catching:
 
 
 class LossTrial(_Catching):
-    """The tries of `Guard.step`: a loss function, and backward.
+    """The tries of `Guard.backward`: a loss function, and backward.
 
     Args:
         function: The user's loss function.
@@ -184,13 +184,13 @@ class LossTrial(_Catching):
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
         if not isinstance(value, torch.Tensor):
             raise ArgumentTypeError(
-                f"Guard.step(): `loss_fn` returned {describe(value)}.",
+                f"Guard.backward(): `loss_fn` returned {describe(value)}.",
                 why="it gives the mean loss of the batch, or one loss for each sample, as a tensor.",
                 fix="return loss   # and keep other results with `nonlocal` or in a list",
             )
         if value.is_complex():
             raise ArgumentTypeError(
-                f"Guard.step(): `loss_fn` returned {describe(value)}.",
+                f"Guard.backward(): `loss_fn` returned {describe(value)}.",
                 why="a loss is made smaller, and complex numbers have no order.",
                 fix="return loss.abs()   # or loss.real",
             )
@@ -201,7 +201,7 @@ class LossTrial(_Catching):
         if value.numel() == 1:
             return Outcome(None, value.reshape(()))
         raise ArgumentValueError(
-            f"Guard.step(): `loss_fn` returned {describe(value)} for a batch of {size} samples.",
+            f"Guard.backward(): `loss_fn` returned {describe(value)} for a batch of {size} samples.",
             why="a loss is one number for the batch or one for each sample.",
             fix="return losses.flatten(1).mean(1)",
         )

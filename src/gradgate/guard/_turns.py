@@ -50,7 +50,7 @@ def batches_in_turn(guard: Guard, agreement: Agreement, loader: Iterable[Any]) -
             raise ArgumentValueError(
                 "Guard.batches(): no step was made with the last batch.",
                 why="the other ranks make one, and wait for this one.",
-                fix="for batch in guard.batches(loader): guard.step(batch, loss_fn)   # with every batch",
+                fix="for batch in guard.batches(loader): guard.backward(batch, loss_fn)   # with every batch",
             )
         if not guard._others_have_more:
             return

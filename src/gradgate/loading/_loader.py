@@ -77,7 +77,7 @@ class ResilientLoader(Generic[Batch]):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The names of the samples in the last batch, row by row: `guard.step(batch, loss_fn, ids=loader.ids)`."""
+        """The names of the samples in the last batch, row by row: `guard.backward(batch, loss_fn, ids=loader.ids)`."""
         return tuple(self._recorder.name(index) for index in self._last)
 
     def __len__(self) -> int:

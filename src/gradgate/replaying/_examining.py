@@ -49,8 +49,8 @@ def examine(
         >>> def loss_fn(batch):
         ...     return model(batch).mean()
         >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
-        >>> step = gg.Guard(model, ledger=ledger, payload=True).step(batch, loss_fn)
-        >>> gg.replaying.examine(ledger, step.dropped[0].id, loss_fn, model=model).findings[0].title
+        >>> result = gg.Guard(model, ledger=ledger, payload=True).backward(batch, loss_fn)
+        >>> gg.replaying.examine(ledger, result.dropped[0].id, loss_fn, model=model).findings[0].title
         'the tensor sample holds NaN before `model(batch)` reads it'
     """
     _, data, state = stored(ledger, incident_id)

@@ -43,8 +43,8 @@ def assert_passes(
         >>> def loss_fn(batch):
         ...     return model(batch).mean()
         >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
-        >>> step = gg.Guard(model, ledger=ledger, payload=True).step(batch, loss_fn)
-        >>> files = gg.replaying.write_test(folder + "/test_bad.py", ledger, step.dropped[0].id, "train:loss_fn")
+        >>> result = gg.Guard(model, ledger=ledger, payload=True).backward(batch, loss_fn)
+        >>> files = gg.replaying.write_test(folder + "/test_bad.py", ledger, result.dropped[0].id, "train:loss_fn")
         >>> gg.replaying.assert_passes(files[1], lambda batch: model(batch.nan_to_num()).mean())
         >>> gg.replaying.assert_passes(files[1], loss_fn)
         Traceback (most recent call last):
@@ -91,8 +91,8 @@ def write_test(
         >>> def loss_fn(batch):
         ...     return model(batch).mean()
         >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
-        >>> step = gg.Guard(model, ledger=ledger, payload=True).step(batch, loss_fn)
-        >>> files = gg.replaying.write_test(folder + "/test_bad.py", ledger, step.dropped[0].id, "train:loss_fn")
+        >>> result = gg.Guard(model, ledger=ledger, payload=True).backward(batch, loss_fn)
+        >>> files = gg.replaying.write_test(folder + "/test_bad.py", ledger, result.dropped[0].id, "train:loss_fn")
         >>> [file.name for file in files]
         ['test_bad.py', 'test_bad.safetensors']
     """

@@ -119,11 +119,11 @@ def replay(
         ...     return model(batch).log().mean()
         >>> guard = gg.Guard(model, ledger=ledger, payload=True)
         >>> batch = torch.stack([torch.ones(2) * model.weight[0].detach(), torch.full((2,), float("nan"))])
-        >>> step = guard.step(batch * 10 + model.bias.abs().item(), loss_fn, ids=["good", "bad"])
-        >>> result = gg.replay(ledger, step.dropped[0].id, loss_fn)
+        >>> result = guard.backward(batch * 10 + model.bias.abs().item(), loss_fn, ids=["good", "bad"])
+        >>> result = gg.replay(ledger, result.dropped[0].id, loss_fn)
         >>> result.verdict
         'same'
-        >>> gg.replay(ledger, step.dropped[0].id, lambda batch: model(batch.nan_to_num()).mean()).verdict
+        >>> gg.replay(ledger, result.dropped[0].id, lambda batch: model(batch.nan_to_num()).mean()).verdict
         'passes'
     """
     if not callable(loss_fn):

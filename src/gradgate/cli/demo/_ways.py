@@ -177,11 +177,11 @@ def guarded(training: Training) -> Iterator[Progress]:
         loader = resilient(training.loader(), refill=False, ledger=training.ledger)
         for batch in loader:
             optimizer.zero_grad()
-            step = guard.step(batch, lambda batch: loss_of(model, batch), ids=batch["id"].tolist())
+            result = guard.backward(batch, lambda batch: loss_of(model, batch), ids=batch["id"].tolist())
             optimizer.step()
-            state.loss = step.loss.item()
+            state.loss = result.loss.item()
             state.steps += 1
-            state.samples_lost += len(step.dropped)
+            state.samples_lost += len(result.dropped)
         state.samples_lost += len(loader.incidents)
         training.evaluate()
         yield state
