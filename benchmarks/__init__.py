@@ -1,1 +1,1 @@
-"""How fast, and compared with what: each file of rows belongs to one room."""
+"""How fast, and compared with what: each file of rows belongs to one package."""

@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [words of a title or room ...]`; `--help` tells the rest.
+"""Run the benchmarks: `python -m benchmarks [words of a title or package ...]`; `--help` tells the rest.
 
 `--write` keeps what was measured in benchmarks/results.json after every row, and makes the pages and charts of it.
 """
@@ -16,35 +16,35 @@ from rich.console import Console
 from rich.table import Table
 
 import benchmarks
-from benchmarks import jax_peer  # noqa: F401 - says how many threads it may use, before a room imports it
+from benchmarks import jax_peer  # noqa: F401 - says how many threads it may use, before a package imports it
 from benchmarks.charts import charts_of, file_name
 from benchmarks.harness import Result, Row, quickly, race
-from benchmarks.page import cells, page
+from benchmarks.page import cells, page, summary
 from benchmarks.record import Record, read, this_machine
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "results.json"
 CHARTS = ROOT / "docs" / "charts"
 PAGES = {
-    ROOT / "benchmarks" / "results.md": ("", "../docs/charts/"),
-    ROOT / "docs" / "benchmarks.md": ("---\nhide: [navigation]\n---\n\n", "charts/"),
+    ROOT / "benchmarks" / "results.md": (page, "../docs/charts/"),
+    ROOT / "docs" / "benchmarks.md": (summary, "charts/"),
 }
-"""The pages that are made of the results, with what stands above each and where it finds the charts."""
+"""The pages that are made of the results: who writes each, and where it finds the charts."""
 
 
 def all_rows() -> list[Row]:
-    """Collect the rows of every room."""
+    """Collect the rows of every package."""
     found: list[Row] = []
     for info in sorted(pkgutil.iter_modules(benchmarks.__path__), key=lambda info: info.name):
-        if info.name.startswith("room_"):
+        if info.name.startswith("rows_"):
             found += importlib.import_module(f"benchmarks.{info.name}").ROWS
     return found
 
 
 def write_pages(record: Record) -> None:
     """Make the pages and the charts of a record; charts that are no longer drawn go."""
-    for path, (above, charts) in PAGES.items():
-        path.write_text(above + page(record, charts))
+    for path, (written, charts) in PAGES.items():
+        path.write_text(written(record, charts))
     drawn = {file_name(title): picture for title, picture in charts_of(list(record.results.values())).items()}
     CHARTS.mkdir(exist_ok=True)
     for old in CHARTS.glob("*.svg"):
@@ -58,14 +58,14 @@ def run(row: Row) -> Result:
     """Run a row; what it raises costs this row, not the page."""
     try:
         return race(row)
-    except Exception as error:  # noqa: BLE001 - it is told on the page
+    except Exception as error:  # noqa: BLE001 - the page says so
         return Result(row, error=f"{type(error).__name__}: {error}")
 
 
 def options_of_the_command_line() -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("words", nargs="*", help="run only the rows whose room or title has all of these")
+    parser.add_argument("words", nargs="*", help="run only the rows whose package or title has all of these")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and rows: a first look, with more noise")
     parser.add_argument("--list", action="store_true", help="only list the rows")
     parser.add_argument("--write", action="store_true", help="write the results; with words, only those rows change")
@@ -126,10 +126,10 @@ def main() -> None:
 
 
 def _show(console: Console, results: list[Result]) -> None:
-    table = Table("room", "what", "goal", "measured", "", "the field: ratio (time)")
+    table = Table("package", "what", "goal", "measured", "", "the field: ratio (time)")
     for result in results:
         if not result.error:
-            table.add_row(result.row.room, *cells(result), style=None if result.met is not False else "bold red")
+            table.add_row(result.row.package, *cells(result), style=None if result.met is not False else "bold red")
     console.print(table)
 
 

@@ -3,7 +3,7 @@
 Machines are noisy, so nothing here is compared in seconds over time. In each round every candidate has its turn: one
 call that is not timed, so that none pays for what the one before it left in the caches, and as many as it takes to be
 long against the clock. A round gives one ratio for each candidate; the median of those ratios is the result and their
-interquartile range is the noise. A row states its goal and is met, missed, or only told (no goal).
+interquartile range is the noise. A row states its goal and is met, missed, or for information (no goal).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 Candidate = Callable[[], Any]
 
 BEHIND = 1.25
-"""A ratio that misses its goal by more than this factor is told at the top of the page."""
+"""A ratio that misses its goal by more than this factor is listed at the top of the page."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Row:
     """One benchmark: who runs, against whom, and what was promised.
 
     Args:
-        room: The room of the library.
+        package: The package of the library.
         title: What is done, with its size.
         candidates: Makes the things to run, by name; called once.
         ours: The name of our candidate.
@@ -59,7 +59,7 @@ class Row:
         seconds: How long to go on, at most, once there are enough rounds.
     """
 
-    room: str
+    package: str
     title: str
     candidates: Callable[[], dict[str, Candidate]]
     ours: str
@@ -76,8 +76,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Give the room and the title, which no other row has."""
-        return f"{self.room}: {self.title}"
+        """Give the package and the title, which no other row has."""
+        return f"{self.package}: {self.title}"
 
     @property
     def in_a_quick_run(self) -> bool:
@@ -125,7 +125,7 @@ class Result:
             return f"<= {duration(row.microseconds * 1e-6)}"
         if row.at_least is not None:
             return f">= {row.at_least:g} x faster"
-        return f"<= {row.at_most:g}" if row.at_most is not None else "told"
+        return f"<= {row.at_most:g}" if row.at_most is not None else "info only"
 
     @property
     def met(self) -> bool | None:

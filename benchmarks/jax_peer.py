@@ -28,18 +28,6 @@ NAMES = ("mean", "sum", "prod", "amax", "amin", "var", "std", "logsumexp", "soft
 os.environ.update(ONE_THREAD)
 
 
-def peers(name: str) -> tuple[str, ...]:
-    """Tell whether JAX is a peer for a function.
-
-    Args:
-        name: The function.
-
-    Returns:
-        Its name as a candidate, or nothing.
-    """
-    return (JAX,) if INSTALLED and name in NAMES else ()
-
-
 def compiled(name: str, x: torch.Tensor, keep: torch.Tensor, dim: int | None = None) -> dict[str, Candidate]:
     """Compile a reduction with a mask.
 
@@ -75,12 +63,30 @@ def compiled_gradient(x: torch.Tensor, keep: torch.Tensor, dim: int | None = Non
     return _candidate(jax.value_and_grad(lambda x, keep: reductions()["mean"](x, keep, dim).sum()), x, keep)
 
 
-def _candidate(function: Callable[..., Any], x: torch.Tensor, keep: torch.Tensor) -> dict[str, Candidate]:
+def compiled_without_nan(name: str, x: torch.Tensor, dim: int | None = None) -> dict[str, Candidate]:
+    """Compile a reduction that leaves out NaN.
+
+    Args:
+        name: A function of `reductions`.
+        x: The values.
+        dim: The dimension, or None for all.
+
+    Returns:
+        The candidate under its name; nothing where JAX is not installed or has no such function.
+    """
+    if not INSTALLED or name not in NAMES:
+        return {}
+    import jax
+
+    return _candidate(lambda values: reductions()[name](values, ~jax.numpy.isnan(values), dim), x)
+
+
+def _candidate(function: Callable[..., Any], *tensors: torch.Tensor) -> dict[str, Candidate]:
     import jax
 
     compiled = jax.jit(function)
-    values, mask = jax.numpy.asarray(x.detach().numpy()), jax.numpy.asarray(keep.numpy())
-    return {JAX: lambda: jax.block_until_ready(compiled(values, mask))}
+    arrays = [jax.numpy.asarray(tensor.detach().numpy()) for tensor in tensors]
+    return {JAX: lambda: jax.block_until_ready(compiled(*arrays))}
 
 
 def reductions() -> dict[str, Callable[..., Any]]:

@@ -12,7 +12,7 @@ ABOUT = """\
 A figure is the median over rounds of ours / base (or of base / ours where it says *faster*), all candidates
 interleaved in each round, each after a call that is not timed; *iqr*, the interquartile range of those ratios, is the
 noise. The field gives the ratio of every candidate to the base and its time per call. A *peer* does the same job; the
-others are the plain operation that leaves nothing out, a limit that nothing can beat, or ours in another way.
+others are the plain operation that leaves nothing out, a limit that nothing can beat, or ours in another form.
 Everything runs on one thread."""
 
 FASTER = 1.05  # below this, a peer that is faster is noise
@@ -35,8 +35,30 @@ def page(record: Record, charts: str) -> str:
         _faster(results),
         _charts(results, charts),
         _failed(results),
-        *(_room(room, results) for room in dict.fromkeys(result.row.room for result in results)),
+        *(_section(package, results) for package in dict.fromkeys(result.row.package for result in results)),
     ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def summary(record: Record, charts: str) -> str:
+    """Write the page on one screen: how many goals are met, where they are missed, and how cost grows.
+
+    Args:
+        record: What was measured.
+        charts: Where the charts lie, seen from the page.
+
+    Returns:
+        The page, as Markdown.
+    """
+    results = list(record.results.values())
+    packages = dict.fromkeys(result.row.package for result in results)
+    lines = []
+    for package in packages:
+        met = [result.met for result in results if result.row.package == package]
+        lines.append((package, str(len(met)), f"{met.count(True)} of {len(met) - met.count(None)}"))
+    every = "Every row, its goal and all peers are in `benchmarks/results.md` of the repository."
+    table = _table(("package", "rows", "goals met"), lines)
+    sections = [_head(record), f"{every}\n\n{table}", _behind(results), _charts(results, charts)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
@@ -103,8 +125,8 @@ def _behind(results: Sequence[Result]) -> str:
     title = "## Behind its goal by more than 25 %\n\n"
     if not behind:
         return title + "Nothing."
-    heads = ("room", "what", "goal", "measured", "behind")
-    lines = [(r.row.room, r.row.title, r.goal, figure(r), f"{r.behind - 1:.0%}") for r in behind]
+    heads = ("package", "what", "goal", "measured", "behind")
+    lines = [(r.row.package, r.row.title, r.goal, figure(r), f"{r.behind - 1:.0%}") for r in behind]
     return title + _table(heads, lines)
 
 
@@ -116,7 +138,7 @@ def _faster(results: Sequence[Result]) -> str:
         return title + "Nowhere."
     lines = [
         (
-            result.row.room,
+            result.row.package,
             result.row.title,
             peer,
             f"{times:.2f} x",
@@ -124,7 +146,7 @@ def _faster(results: Sequence[Result]) -> str:
         )
         for times, result, peer in found
     ]
-    return title + _table(("room", "what", "peer", "faster", "time per call"), lines)
+    return title + _table(("package", "what", "peer", "faster", "time per call"), lines)
 
 
 def _charts(results: Sequence[Result], where: str) -> str:
@@ -137,7 +159,7 @@ def _failed(results: Sequence[Result]) -> str:
     return "## Did not run\n\n" + "\n".join(failed) if failed else ""
 
 
-def _room(room: str, results: Sequence[Result]) -> str:
-    lines = [cells(result) for result in results if result.row.room == room and not result.error]
+def _section(package: str, results: Sequence[Result]) -> str:
+    lines = [cells(result) for result in results if result.row.package == package and not result.error]
     heads = ("what", "goal", "measured", "", "the field: ratio (time)")
-    return f"## {room}\n\n" + _table(heads, lines) if lines else ""
+    return f"## {package}\n\n" + _table(heads, lines) if lines else ""

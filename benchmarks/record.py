@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness import Growth, Result, Row
 
-PEERS = ("numpy", "scipy", "jax")  # whose versions matter for the figures
+PEERS = ("numpy", "scipy", "jax", "bottleneck", "numbagg")  # whose versions matter for the figures
 
 
 @dataclass
@@ -103,7 +103,7 @@ def read(path: Path) -> Record:
     return record
 
 
-_OF_A_ROW = ("room", "title", "ours", "base", "at_most", "at_least", "microseconds", "counts")
+_OF_A_ROW = ("package", "title", "ours", "base", "at_most", "at_least", "microseconds", "counts")
 
 
 def _row_to_plain(row: Row) -> dict[str, Any]:

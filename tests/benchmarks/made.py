@@ -4,10 +4,10 @@ from benchmarks.harness import Growth, Result, Row
 from benchmarks.record import Record
 
 
-def result(title, figures, *, room="room", ours="ours", base="plain", size=None, **goal):
+def result(title, figures, *, package="package", ours="ours", base="plain", size=None, **goal):
     """A result whose candidates have these ratios to the base; a microsecond is the base's time."""
     growth = Growth("a chart", "elements", size) if size else None
-    row = Row(room, title, dict, ours, base, growth=growth, **goal)
+    row = Row(package, title, dict, ours, base, growth=growth, **goal)
     scale = size or 1
     return Result(
         row,

@@ -47,10 +47,10 @@ def test_ratios_far_behind_are_at_the_top_the_worst_first():
         result("slow machine", {"ours": 50.0}, microseconds=1.0),
     )
     assert section(text, "Behind its goal by more than 25 %").splitlines()[2:] == [
-        "| room | farther | >= 8 x faster | 2 x faster (iqr 0.4) | 300% |",
-        "| room | far | <= 1 | 1.5 (iqr 0.1) | 50% |",
+        "| package | farther | >= 8 x faster | 2 x faster (iqr 0.4) | 300% |",
+        "| package | far | <= 1 | 1.5 (iqr 0.1) | 50% |",
     ]
-    assert text.index("Behind its goal") < text.index("Where a peer") < text.index("## room")
+    assert text.index("Behind its goal") < text.index("Where a peer") < text.index("## package")
 
 
 def test_nothing_behind_is_said_too():
@@ -70,8 +70,8 @@ def test_a_faster_peer_is_told_and_the_plain_operation_is_none():
         result("d", {"ours": 3.0}, peers=("plain",)),  # the base may be a peer
     )
     assert section(text, "Where a peer is faster").splitlines()[2:] == [
-        "| room | d | plain | 3.00 x | 1 us against 3 us |",
-        "| room | a | theirs | 2.00 x | 2 us against 4 us |",
+        "| package | d | plain | 3.00 x | 1 us against 3 us |",
+        "| package | a | theirs | 2.00 x | 2 us against 4 us |",
     ]
 
 
@@ -83,13 +83,13 @@ def test_a_row_has_its_goal_its_noise_and_the_whole_field():
         result("ratio", {"ours": 1.5, "theirs": 3.0}, at_most=2.0, peers=("theirs",)),
         result("time", {"ours": 7.0}, microseconds=6.0),
         result("count", {"ours": 0.5}, at_most=1.0, counts=True),
-        result("told", {"ours": 2.0}),
+        result("without a goal", {"ours": 2.0}),
     )
-    assert section(text, "room").splitlines()[2:] == [
+    assert section(text, "package").splitlines()[2:] == [
         "| ratio | <= 2 | 1.5 (iqr 0.1) | met | plain 1 (1 us), ours 1.5 (1.5 us), theirs 3 (3 us, peer) |",
         "| time | <= 6 us | 7 us (iqr 20%) | MISSED | plain 1 (1 us), ours 7 (7 us) |",
         "| count | <= 1 | 0.5 | met | plain 1 (0), ours 0.5 (0) |",
-        "| told | told | 2 (iqr 0.1) |  | plain 1 (1 us), ours 2 (2 us) |",
+        "| without a goal | info only | 2 (iqr 0.1) |  | plain 1 (1 us), ours 2 (2 us) |",
     ]
     assert "**2 of 3 goals are met.**" in text
     assert "processor abacus, torch 2.13." in text
@@ -101,7 +101,7 @@ def test_what_was_not_run_and_what_failed_is_said():
     text = made(result("a", {"ours": 1.0}, at_most=1.0), failed, rows=3, quick=True)
     assert "`make bench-quick`, 2026-01-02 03:04" in text
     assert "**1 of 1 goals are met.** 1 of 3 rows are not in it." in text
-    assert section(text, "Did not run") == "- room: b: ValueError: no"
+    assert section(text, "Did not run") == "- package: b: ValueError: no"
     assert section(text, "Where a peer is faster") == "Nowhere."
 
 
@@ -116,7 +116,7 @@ def test_charts_are_shown_where_there_are_two_sizes():
 
 def test_the_pages_and_charts_are_those_of_the_results():
     kept, again = read(KEPT), "run: python -m benchmarks --pages"
-    for path, (above, charts) in PAGES.items():
-        assert path.read_text() == above + page(kept, charts), again
+    for path, (written, charts) in PAGES.items():
+        assert path.read_text() == written(kept, charts), again
     drawn = {file_name(title): chart for title, chart in charts_of(list(kept.results.values())).items()}
     assert {path.name: path.read_text() for path in CHARTS.glob("*.svg")} == drawn, again

@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cited, room_command_line, room_freezing, room_guard, room_ledger, room_masked
+from benchmarks import cited, rows_command_line, rows_freezing, rows_guard, rows_ledger, rows_masked
 from benchmarks.__main__ import all_rows
 
 ROWS = all_rows()
 APART = {"ranks"}  # joins a process group, so it gets a process of its own
-ROOMS = sorted({row.room for row in ROWS} - APART)
+PACKAGES = sorted({row.package for row in ROWS} - APART)
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Shrink what is large, and put back what rows switch for the rest of their process."""
-    data, training, holding = room_masked.data, room_guard.training, room_ledger.holding
-    monkeypatch.setattr(room_masked, "data", lambda shape: data(tuple(min(n, 50) for n in shape)))
+    data, training, holding = rows_masked.data, rows_guard.training, rows_ledger.holding
+    monkeypatch.setattr(rows_masked, "data", lambda shape, **more: data(tuple(min(n, 50) for n in shape), **more))
     monkeypatch.setattr(
-        room_guard,
+        rows_guard,
         "training",
         lambda kind, size, bad, *options: training(kind, min(size, 16), min(bad, 2), *options),
     )
-    for room in (room_ledger, room_command_line):
-        monkeypatch.setattr(room, "holding", lambda count: holding(min(count, 1_000)))
-    monkeypatch.setattr(room_freezing, "TABLE", (200, 8))
-    monkeypatch.setattr(room_freezing, "IDS", room_freezing.IDS % 200)
+    for module in (rows_ledger, rows_command_line):
+        monkeypatch.setattr(module, "holding", lambda count: holding(min(count, 1_000)))
+    monkeypatch.setattr(rows_freezing, "TABLE", (200, 8))
+    monkeypatch.setattr(rows_freezing, "IDS", rows_freezing.IDS % 200)
     logger = logging.getLogger("gradgate")
     level = logger.level
     yield
@@ -37,10 +37,10 @@ def small(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_row_runs(room, small):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_row_runs(package, small):
     for row in ROWS:
-        if row.room == room:
+        if row.package == package:
             torch.manual_seed(0)
             candidates = row.candidates()
             assert {row.ours, row.base, *row.peers} <= candidates.keys(), row.name
@@ -59,9 +59,9 @@ def test_a_quick_run_has_every_row_that_a_page_cites():
 @pytest.mark.distributed
 def test_the_rows_of_ranks_run():
     code = (
-        "from benchmarks import room_ranks\n"
+        "from benchmarks import rows_ranks\n"
         "if __name__ == '__main__':\n"
-        "    for row in room_ranks.ROWS:\n"
+        "    for row in rows_ranks.ROWS:\n"
         "        [candidate() for candidate in row.candidates().values()]\n"
     )
     root = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from benchmarks.harness import Candidate, Row
-from benchmarks.room_ledger import MILLION, SECOND, holding
+from benchmarks.rows_ledger import MILLION, SECOND, holding
 
 FAST = 0.3 * SECOND  # the goal of commands that only read
 IMPORT = 0.03 * SECOND
