@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["class_name", "describe", "listed", "nearest", "text_of"]
+__all__ = ["class_name", "describe", "listed", "module_path", "nearest", "text_of"]
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
@@ -112,3 +112,13 @@ def listed(names: Sequence[object], limit: int = 6) -> str:
     """
     head = ", ".join(str(name) for name in names[:limit])
     return head if len(names) <= limit else f"{head} and {len(names) - limit} more"
+
+
+def module_path(sought: torch.nn.Module, roots: Sequence[torch.nn.Module]) -> str:
+    """Name a module by its path below one of the roots; by its class if it is a root, or in none."""
+    for number, root in enumerate(roots):
+        for path, module in root.named_modules():
+            if module is sought:
+                path = path.replace("_orig_mod.", "").removesuffix("_orig_mod")
+                return f"{number}.{path}" if path and len(roots) > 1 else path or type(module).__name__
+    return type(sought).__name__

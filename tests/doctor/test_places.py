@@ -2,7 +2,7 @@
 
 import torch
 
-from gradgate.doctor._places import is_foreign
+from gradgate._source import is_foreign
 
 
 def test_a_copy_of_a_file_of_torch_is_the_users():
@@ -10,5 +10,5 @@ def test_a_copy_of_a_file_of_torch_is_the_users():
     theirs = compile(source, f"{torch.__path__[0]}/nn/modules/copied.py", "exec")
     copied = compile(source, "/home/somebody/project/copied.py", "exec")
     assert theirs == copied  # for Python
-    assert is_foreign(theirs)
-    assert not is_foreign(copied)
+    assert is_foreign(theirs.co_filename)
+    assert not is_foreign(copied.co_filename)

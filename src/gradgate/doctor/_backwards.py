@@ -29,7 +29,6 @@ from gradgate.doctor._ways import Way, ways_of
 if TYPE_CHECKING:
     from gradgate.doctor._tracer import Tracer
 
-__all__ = ["run_backward", "start_late"]
 
 # Nodes that only pass on what they are given, in another shape or place: nothing is born in them.
 _CARRIERS = (
@@ -54,18 +53,7 @@ def run_backward(
     run: Callable[[], Any],
     options: dict[str, Any],
 ) -> Any:
-    """Run a backward pass and write it down.
-
-    Args:
-        tracer: Who traces.
-        tensors: What it starts from.
-        inputs: `id`s of the tensors that gradients were asked for; None for `backward`.
-        run: Runs it.
-        options: The keyword arguments of the call.
-
-    Returns:
-        What it gives.
-    """
+    """Run a backward pass and write it down."""
     backward = _start(tracer, tensors, inputs)
     handles = _hook_nodes(tracer, backward, tensors)
     # The operations of backward need not be seen, unless they make a graph of their own.
@@ -84,14 +72,7 @@ def run_backward(
 
 
 def start_late(tracer: Tracer) -> Backward:
-    """Write down a backward pass that was started by `torch.autograd.backward`, which no mode sees.
-
-    Args:
-        tracer: Who traces.
-
-    Returns:
-        The pass; whoever sees its end says so.
-    """
+    """Write down a backward pass that was started by `torch.autograd.backward`, which no mode sees."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _AUTOGRAD_BACKWARD:
         frame = frame.f_back

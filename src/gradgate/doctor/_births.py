@@ -27,8 +27,6 @@ from gradgate.doctor._trace import BadValue
 if TYPE_CHECKING:
     from gradgate.doctor._tracer import Tracer
 
-__all__ = ["Births"]
-
 
 class Mark(NamedTuple):
     """What is known of a piece of memory: "nan" or "inf", and which value it holds."""
@@ -47,11 +45,7 @@ def _tensors(thing: Any) -> Iterator[torch.Tensor]:
 
 
 class Births:
-    """Looks at results.
-
-    Args:
-        tracer: Whose trace it writes to.
-    """
+    """Looks at results."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -62,28 +56,12 @@ class Births:
         self._marks.clear()
 
     def value_in(self, tensor: torch.Tensor) -> int:
-        """Give the bad value that a tensor holds.
-
-        Args:
-            tensor: Any tensor.
-
-        Returns:
-            The value, or -1 where none is known.
-        """
+        """Give the bad value that a tensor holds."""
         mark = self._marks.get(region_of(tensor).storage)
         return mark.value if mark is not None else -1
 
     def marks(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Mark | None]:
-        """Give what is known of the tensors that an operator is about to write to.
-
-        Args:
-            operator: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            One mark or None for each.
-        """
+        """Give what is known of the tensors that an operator is about to write to."""
         if not self._marks:
             return []
         return [self._marks.get(region_of(target).storage) for target in operator.targets(args, kwargs)]
@@ -101,18 +79,7 @@ class Births:
         outputs: list[int],
         before: list[Mark | None] | None,
     ) -> None:
-        """Look at what an operation of the forward pass gave.
-
-        Args:
-            operator: The operator.
-            number: Its number in the trace.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            inputs: The tensors among them.
-            result: What it gave.
-            outputs: Its values.
-            before: What was known of the memory that it wrote to.
-        """
+        """Look at what an operation of the forward pass gave."""
         targets = operator.targets(args, kwargs) if before is not None else _tensors(result)
         for tensor, value in zip(targets, outputs, strict=False):
             if not is_readable(tensor):

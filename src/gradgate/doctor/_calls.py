@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradgate._source import is_foreign
 from gradgate._torch_compat import write_grad_mode
 from gradgate.doctor._backwards import run_backward
-from gradgate.doctor._places import is_foreign
 from gradgate.doctor._trace import Escape, Switch
 
 if TYPE_CHECKING:
     from gradgate.doctor._tracer import Tracer
 
-__all__ = ["CALLS"]
 
 Handler = Callable[["Tracer", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -73,7 +72,7 @@ def _switched_by() -> str:
     """Name the functions of torch between the user and the switch."""
     names = []
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_foreign(frame.f_code):
+    while frame is not None and is_foreign(frame.f_code.co_filename):
         names.append(frame.f_code.co_qualname)
         frame = frame.f_back
     return " < ".join(name for name in names if not name.startswith(("_Calls.", "Tracer.")))

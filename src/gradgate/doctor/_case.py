@@ -8,32 +8,17 @@ from functools import cached_property
 
 import torch
 
+from gradgate._source import Location, SourceLine, locate_traceback
 from gradgate.doctor._flow import Flow
 from gradgate.doctor._gradients import Gradient
 from gradgate.doctor._naming import Names
-from gradgate.doctor._places import Place, place_of_traceback
-from gradgate.doctor._source import Line
-from gradgate.doctor._trace import Op, Raised, Spot, Trace
+from gradgate.doctor._trace import Op, Raised, Trace
 from gradgate.records import Finding, Severity
-
-__all__ = ["Case", "finding_at", "module_of_names", "place"]
 
 
 @dataclass
 class Case:
-    """One step, as the rules see it.
-
-    Args:
-        trace: What the tracer wrote down.
-        previous: The trace of the step before, where there is one.
-        names: What things are called.
-        parameters: The parameters that ought to learn, by name.
-        gradients: Their gradients, by `id`.
-        exception: What the step raised.
-        known_model: Whether the user gave the model, so that every parameter of it ought to learn.
-        one_step: Whether it is one step that ought to come to backward.
-        files: Files of the user to read, besides those that the trace was in.
-    """
+    """One step, as the rules see it."""
 
     trace: Trace
     names: Names
@@ -64,9 +49,8 @@ class Case:
         error = self.exception
         raised = list(self.trace.raised)
         if error is not None and not any(str(error) == other.text for other in raised):
-            where = place_of_traceback(error.__traceback__)
-            spot = (where.code, where.instruction) if where is not None else None
-            raised.append(Raised(str(error), (), spot, len(self.trace.backwards) - 1))
+            location = locate_traceback(error.__traceback__)
+            raised.append(Raised(str(error), (), location, len(self.trace.backwards) - 1))
         return raised
 
     def severity_of(self, error: Raised) -> Severity:
@@ -82,13 +66,8 @@ class Case:
         return self.names.of_module(op.module)
 
 
-def place(spot: Spot) -> Place | None:
-    """Turn what the tracer noted into a place."""
-    return Place(*spot) if spot is not None else None
-
-
 def finding_at(
-    where: Place | Line | None,
+    where: Location | SourceLine | None,
     code: str,
     severity: Severity,
     title: str,
@@ -97,24 +76,9 @@ def finding_at(
     fix: str,
     module: str | None = None,
     samples: Iterable[int] = (),
-    also: Iterable[Place | Line | None] = (),
+    also: Iterable[Location | SourceLine | None] = (),
 ) -> Finding:
-    """Make a finding at a place.
-
-    Args:
-        where: The user's place.
-        code: The code.
-        severity: How bad it is.
-        title: One line.
-        reason: Why.
-        fix: Code to paste.
-        module: The module concerned.
-        samples: The rows concerned.
-        also: Further places.
-
-    Returns:
-        The finding.
-    """
+    """Make a finding at a place."""
     main = where.text if where is not None else None
     others = dict.fromkeys(other.text for other in also if other is not None)
     return Finding(
@@ -132,14 +96,7 @@ def finding_at(
 
 
 def module_of_names(names: list[str]) -> str | None:
-    """Give the longest path that parameters have in common.
-
-    Args:
-        names: Names of parameters.
-
-    Returns:
-        The path of the module that holds them all, or None.
-    """
+    """Give the longest path that parameters have in common."""
     parts = [name.split(".")[:-1] for name in names]
     common = []
     for level in zip(*parts, strict=False):

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 import torch
 
 from gradgate._names import listed
-from gradgate.doctor._case import Case, finding_at, module_of_names, place
-from gradgate.doctor._places import Place
-from gradgate.doctor._source import Line, definition, region_header
+from gradgate._source import Location, SourceLine, definition, region_header
+from gradgate.doctor._case import Case, finding_at, module_of_names
 from gradgate.doctor._trace import Escape, Op
 from gradgate.records import Finding, Severity
 
-Cut = tuple[str, Place | Line | None, Place | None]
+Cut = tuple[str, Location | SourceLine | None, Location | None]
 
-__all__ = ["cut_of", "explain_parameters", "find_cuts", "find_loss_without_graph"]
 
 _COMPARISONS = {
     "gt",
@@ -99,14 +97,7 @@ _WAYS: dict[str, tuple[str, str]] = {
 
 
 def find_cuts(case: Case) -> Iterator[Finding]:
-    """Explain every parameter that ought to learn and got no gradient.
-
-    Args:
-        case: The step.
-
-    Yields:
-        One finding for each line that cuts, and for what is unused or frozen.
-    """
+    """Explain every parameter that ought to learn and got no gradient."""
     if not case.trace.backwards or case.exception is not None or case.trace.functional:
         return
     yield from _frozen(case)
@@ -115,14 +106,7 @@ def find_cuts(case: Case) -> Iterator[Finding]:
 
 
 def find_loss_without_graph(case: Case) -> Iterator[Finding]:
-    """Explain "element 0 of tensors does not require grad": where the whole loss lost its graph.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding, and those of the lines that cut.
-    """
+    """Explain "element 0 of tensors does not require grad": where the whole loss lost its graph."""
     errors = [e for e in case.errors if "does not require grad and does not have a grad_fn" in e.text]
     if not errors or not case.trace.backwards:
         return
@@ -130,7 +114,7 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
     learners = {name: p for name, p in case.parameters.items() if p.requires_grad}
     causes = list(explain_parameters(case, learners))
     cuts = [cause for cause in causes if cause.code == "GG101"]
-    backward = place(case.trace.backwards[errors[-1].backward].spot)
+    backward = case.trace.backwards[errors[-1].backward].location
     if cuts:
         first = cuts[0]
         yield Finding(
@@ -182,7 +166,7 @@ def _frozen(case: Case) -> Iterator[Finding]:
     here = [switched[v] for n in frozen for v in case.values_of.get(id(case.parameters[n]), []) if v in switched]
     everything = len(frozen) == len(case.parameters)
     yield finding_at(
-        place(here[0].spot) if here else None,
+        here[0].location if here else None,
         "GG104",
         "error" if everything else "warning" if here else "info",
         f"{'all parameters are' if everything else listed(frozen, 4) + (' is' if len(frozen) == 1 else ' are')} frozen",
@@ -194,15 +178,7 @@ def _frozen(case: Case) -> Iterator[Finding]:
 
 
 def explain_parameters(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Finding]:
-    """Say why parameters get no gradient.
-
-    Args:
-        case: The step.
-        lost: The parameters, by name.
-
-    Yields:
-        One finding for each cause.
-    """
+    """Say why parameters get no gradient."""
     by_cut: defaultdict[Cut, list[str]] = defaultdict(list)
     by_escape: defaultdict[Escape, list[str]] = defaultdict(list)
     unused, aside, refused = [], [], []
@@ -247,14 +223,14 @@ def _told(
     by_cut: dict[Cut, list[str]],
     by_escape: dict[Escape, list[str]],
 ) -> Iterator[Finding]:
-    merged: dict[tuple[str, str | None], tuple[Place | Line | None, list[Place | None], list[str]]] = {}
+    merged: dict[tuple[str, str | None], tuple[Location | SourceLine | None, list[Location | None], list[str]]] = {}
     for (way, where, inner), names in by_cut.items():
         key = (way, where.text if where is not None else None)
         entry = merged.setdefault(key, (where, [], []))
         entry[1].append(inner)
         entry[2].extend(name for name in names if name not in entry[2])
     for escape, names in by_escape.items():
-        left = place(escape.spot)
+        left = escape.location
         merged.setdefault((escape.kind, left.text if left is not None else None), (left, [], names))
     for (way, _), (where, inside, names) in merged.items():
         why, fix = _WAYS[way]
@@ -276,22 +252,14 @@ def _gets(names: list[str]) -> str:
     return "gets" if len(names) == 1 else "get"
 
 
-def _short(where: Place | Line | None) -> str:
+def _short(where: Location | SourceLine | None) -> str:
     text = where.expression if where is not None else "an unknown line"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def cut_of(case: Case, op: Op) -> Cut:
-    """Say how an operation cuts.
-
-    Args:
-        case: The step.
-        op: An operation that `Flow.cuts` gave.
-
-    Returns:
-        The way, where the cut is, and where the operation stands if that is another line.
-    """
-    where = op.place
+    """Say how an operation cuts."""
+    where = op.location
     if not op.records:
         return _region_of(case, op, where)
     name = op.operator.name
@@ -308,13 +276,13 @@ def cut_of(case: Case, op: Op) -> Cut:
     return "operator", where, None
 
 
-def _region_of(case: Case, op: Op, where: Place | None) -> Cut:
+def _region_of(case: Case, op: Op, where: Location | None) -> Cut:
     if op.switch >= 0:
         switch = case.trace.switches[op.switch]
-        begun: Place | Line | None = place(switch.spot)
+        begun: Location | SourceLine | None = switch.location
         if "heckpoint" in switch.by:
             return "checkpoint", begun, None
-        if isinstance(begun, Place) and where is not None and begun.code is not where.code:
+        if isinstance(begun, Location) and where is not None and begun.code is not where.code:
             # A decorator: the line that called the decorated function is not the line that cuts.
             begun = region_header(where, ("no_grad", "set_grad_enabled", "inference_mode")) or begun
         return "no_grad", begun, where
@@ -371,7 +339,7 @@ def _aside(case: Case, names: list[str]) -> Finding:
             number = case.flow.maker.get(value)
             if number is not None and (last is None or number > last):
                 last = number
-    where = case.trace.ops[last].place if last is not None else None
+    where = case.trace.ops[last].location if last is not None else None
     verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
     return finding_at(
         where,

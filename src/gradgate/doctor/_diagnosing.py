@@ -24,16 +24,9 @@ from gradgate.doctor._tracer import Tracer
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Finding
 
-__all__ = ["Examination", "diagnose"]
-
 
 class Examination:
-    """A tracer together with what it takes to draw a conclusion.
-
-    Args:
-        model: The model, where it is known.
-        namespaces: Where to look for the names of variables.
-    """
+    """A tracer together with what it takes to draw a conclusion."""
 
     def __init__(self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]]) -> None:
         self.given = model
@@ -77,24 +70,13 @@ class Examination:
         self._surroundings.close()
 
     def run(self, step_fn: Callable[[], Any]) -> None:
-        """Run a step, and backward if the step leaves it to us.
-
-        Args:
-            step_fn: The step; may return the loss.
-        """
+        """Run a step, and backward if the step leaves it to us."""
         result = step_fn()
         if isinstance(result, torch.Tensor) and not self.tracer.trace.backwards:
             result.backward()  # type: ignore[no-untyped-call]
 
     def attempt(self, step_fn: Callable[[], Any]) -> Exception | None:
-        """Trace a step.
-
-        Args:
-            step_fn: The step.
-
-        Returns:
-            What it raised.
-        """
+        """Trace a step."""
         try:
             with self.running():
                 self.run(step_fn)
@@ -103,14 +85,7 @@ class Examination:
         return None
 
     def conclude(self, exception: BaseException | None) -> Diagnosis:
-        """Say what was found.
-
-        Args:
-            exception: What the step raised.
-
-        Returns:
-            The diagnosis.
-        """
+        """Say what was found."""
         trace = self.tracer.trace
         names = Names(self.model, trace.modules, self.namespaces)
         parameters = self._parameters(names)

@@ -17,8 +17,6 @@ from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 from gradgate.report import write_page
 
-__all__ = ["Diagnosis"]
-
 _VERSION = 1
 
 

@@ -19,8 +19,6 @@ from gradgate.doctor._spread import INPUT, Spread
 from gradgate.doctor._trace import Op
 from gradgate.doctor._ways import LOSS, Way
 
-__all__ = ["Edge", "edges_of"]
-
 _OUTSIDE = -1
 
 Lost = tuple[tuple[int, int], ...]
@@ -28,14 +26,7 @@ Lost = tuple[tuple[int, int], ...]
 
 @dataclass(slots=True)
 class Edge:
-    """What one module gives another.
-
-    Args:
-        connected: Whether autograd connects them.
-        cut: The number of the operation that cuts what would be connected; -1 where none does.
-        nonfinite: Whether a NaN or an infinity that does harm went along, in forward or in backward.
-        norms: The norms of the gradients that came back.
-    """
+    """What one module gives another."""
 
     connected: bool = False
     cut: int = -1
@@ -50,14 +41,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a value comes from.
-
-    Args:
-        modules: All modules that it comes from, as bits; bit 0 is the input.
-        connected: Those that a gradient would reach.
-        lost: Operations that cut, each with the modules that it cut off; a module is told once.
-        call: The call that made it.
-    """
+    """Where a value comes from."""
 
     modules: int = 0
     connected: int = 0
@@ -69,16 +53,7 @@ _NOWHERE = _Origin()
 
 
 def edges_of(case: Case, places: dict[int, int], spread: Spread) -> dict[tuple[int, int], Edge]:
-    """Find the edges of a step.
-
-    Args:
-        case: The step.
-        places: The place of each module, by its `id`.
-        spread: How far a NaN went.
-
-    Returns:
-        Edges by the places of their ends; `INPUT` and `LOSS` are ends as well.
-    """
+    """Find the edges of a step."""
     found = _Edges(case, places, spread)
     for number, op in enumerate(case.trace.ops):
         found.follow(number, op)
@@ -100,12 +75,7 @@ class _Edges:
         self._functions = {node_number(node): value for value, node in case.trace.rejoined.items()}
 
     def follow(self, number: int, op: Op) -> None:
-        """Take in one operation.
-
-        Args:
-            number: Its number.
-            op: The operation.
-        """
+        """Take in one operation."""
         call, calls, place = op.call, self.case.trace.calls, _OUTSIDE
         if call >= 0 and calls[call].leaf:
             place = self.places.get(id(calls[call].module), _OUTSIDE)
@@ -149,14 +119,7 @@ class _Edges:
             self.origins[value] = _Origin(modules, connected if value in living else 0, lost)
 
     def arrive(self, place: int, code: int, *, connected: bool, cut: int) -> None:
-        """Note that a module reads a value.
-
-        Args:
-            place: The place of the module.
-            code: The value, as `Op.inputs` has it.
-            connected: Whether it reads it so that a gradient comes back.
-            cut: The operation that keeps the gradient from coming back.
-        """
+        """Note that a module reads a value."""
         origin = self._origin(code)
         bad = code >> 1 in self.spread.values
         lost = {bit: op for op, mask in origin.lost for bit in _bits(mask)}
@@ -170,11 +133,7 @@ class _Edges:
                 edge.cut = max(edge.cut, lost.get(bit, -1), cut if whole else -1)
 
     def measure(self, way: Way) -> None:
-        """Note a gradient that came back.
-
-        Args:
-            way: The way that it took.
-        """
+        """Note a gradient that came back."""
         norm, trace = way.norm, self.case.trace
         if norm is None:
             return

@@ -9,19 +9,10 @@ import torch
 from gradgate._finite import FiniteCheck
 from gradgate._torch_compat import undispatched
 
-__all__ = ["all_finite"]
-
 _check = FiniteCheck()
 
 
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Tell whether every element of every tensor is finite.
-
-    Args:
-        gradients: The tensors; of any kind and on any devices.
-
-    Returns:
-        Whether they are.
-    """
+    """Tell whether every element of every tensor is finite."""
     with undispatched():
         return not _check.alarm(list(gradients))

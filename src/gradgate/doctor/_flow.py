@@ -8,15 +8,9 @@ from functools import cached_property
 
 from gradgate.doctor._trace import Op, Trace
 
-__all__ = ["Flow"]
-
 
 class Flow:
-    """The graph of values of a trace. It follows the data, also where autograd does not.
-
-    Args:
-        trace: The trace.
-    """
+    """The graph of values of a trace. It follows the data, also where autograd does not."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -46,14 +40,7 @@ class Flow:
         return self.sources(self.losses)
 
     def sources(self, values: Iterable[int]) -> frozenset[int]:
-        """Give every value that some values were made from, and themselves.
-
-        Args:
-            values: The values.
-
-        Returns:
-            All of them.
-        """
+        """Give every value that some values were made from, and themselves."""
         seen = set(values)
         waiting = list(seen)
         while waiting:
@@ -67,14 +54,7 @@ class Flow:
         return frozenset(seen)
 
     def results(self, values: Iterable[int]) -> frozenset[int]:
-        """Give every value that was made from some values, and themselves.
-
-        Args:
-            values: The values.
-
-        Returns:
-            All of them.
-        """
+        """Give every value that was made from some values, and themselves."""
         seen = set(values)
         waiting = list(seen)
         while waiting:
@@ -86,52 +66,23 @@ class Flow:
         return frozenset(seen)
 
     def is_used(self, values: Iterable[int]) -> bool:
-        """Tell whether anything is computed from some values; to be filled is no use.
-
-        Args:
-            values: The values.
-
-        Returns:
-            Whether an operation reads them that does more than write into them unrecorded, as initialisations do.
-        """
+        """Tell whether anything is computed from some values; to be filled is no use."""
         readers = {number for value in self.results(values) for number in self.readers.get(value, ())}
         ops = [self.trace.ops[number] for number in readers]
         return any(op.records or not (op.operator.written or op.operator.view) for op in ops)
 
     def is_inside_function(self, op: Op) -> bool:
-        """Tell whether an operation ran inside the forward of an autograd Function, where nothing is recorded.
-
-        Args:
-            op: The operation.
-
-        Returns:
-            Whether it did, as far as can be known: recording was off and no line of the user had switched it off.
-        """
+        """Tell whether an operation ran inside the forward of an autograd Function, where nothing is recorded."""
         if op.records:
             return False
         return op.switch < 0 or "Function.forward" in self.trace.switches[op.switch].by
 
     def cuts(self, start: Iterable[int]) -> list[int]:
-        """Find the operations that cut a value off from the losses that it reaches.
-
-        Args:
-            start: Values of a parameter.
-
-        Returns:
-            Numbers of operations that read something connected to it and gave something that is not connected, and
-            that a loss was made from.
-        """
+        """Find the operations that cut a value off from the losses that it reaches."""
         return sorted(self._walk(start)[1])
 
     def is_connected(self, start: Iterable[int]) -> bool:
-        """Tell whether a gradient finds a way from a loss to any of these values.
-
-        Args:
-            start: Values of a parameter.
-
-        Returns:
-            Whether it does.
-        """
+        """Tell whether a gradient finds a way from a loss to any of these values."""
         return not self.losses.isdisjoint(self._walk(start)[0])
 
     def _walk(self, start: Iterable[int]) -> tuple[set[int], set[int]]:
@@ -154,14 +105,7 @@ class Flow:
         return seen, found
 
     def is_cut(self, op: Op) -> bool:
-        """Tell whether an operation cuts.
-
-        Args:
-            op: An operation that read something connected.
-
-        Returns:
-            Whether a loss was made from what it gave, and nothing of that is connected, now or later.
-        """
+        """Tell whether an operation cuts."""
         results = [value for value in op.outputs if value in self.behind_losses]
         if not results or any(value in self.connected for value in results):
             return False
@@ -182,12 +126,5 @@ class Flow:
         return onward
 
     def reaches_loss(self, start: Iterable[int]) -> bool:
-        """Tell whether a loss was made from any of these values, connected or not.
-
-        Args:
-            start: The values.
-
-        Returns:
-            Whether it was.
-        """
+        """Tell whether a loss was made from any of these values, connected or not."""
         return any(value in self.behind_losses for value in start)

@@ -12,20 +12,10 @@ import torch
 from gradgate._torch_compat import undispatched
 from gradgate.doctor._looking import bad_kind, is_all_zero, is_readable, norm_of
 
-__all__ = ["Gradient", "Gradients"]
-
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of one parameter after a step.
-
-    Args:
-        present: Whether the step gave it one.
-        zero: Whether all of it is zero.
-        bad: "nan", "inf" or None.
-        norm: Its 2-norm.
-        weight_norm: The norm of the parameter itself.
-    """
+    """The gradient of one parameter after a step."""
 
     present: bool
     zero: bool = False
@@ -35,11 +25,7 @@ class Gradient:
 
 
 class Gradients:
-    """Takes gradients down: before the optimizer uses them, or at the end of the step.
-
-    Args:
-        parameters: Whose gradients.
-    """
+    """Takes gradients down: before the optimizer uses them, or at the end of the step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         # A gradient that is still the same tensor at the same version was not touched by this step.
@@ -47,11 +33,7 @@ class Gradients:
         self.taken: dict[int, Gradient] = {}
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take down what is there now; what was taken down before stays.
-
-        Args:
-            parameters: Whose gradients.
-        """
+        """Take down what is there now; what was taken down before stays."""
         with undispatched(), torch.no_grad():
             for parameter in parameters:
                 if id(parameter) not in self.taken or not self.taken[id(parameter)].present:

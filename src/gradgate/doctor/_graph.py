@@ -21,26 +21,13 @@ from gradgate.doctor._looking import is_readable, norm_of
 from gradgate.doctor._spread import spread_of
 from gradgate.records import Finding
 
-__all__ = ["Cut", "Graph", "GraphEdge", "GraphModule", "Layer", "draw"]
-
 _MOST_EDGES = 2_000
 
 Norm = float | Literal["nan", "inf"] | None
 
 
 class GraphModule(TypedDict):
-    """A module that ran or has parameters.
-
-    Attributes:
-        name: Its path; "" for the model itself.
-        kind: Its class.
-        calls: How many times it ran; what a checkpoint computes once more is not counted.
-        parameters: How many elements it has itself, not in its children; a tied parameter counts wherever it is.
-        frozen: How many of these do not learn: `requires_grad` is False, or frozen or pinned by `gradgate.freezing`.
-        gradient_norm: The 2-norm of the gradient of these; None if the step gave none of them a gradient.
-        state: "nonfinite" if that gradient is bad or the module lies on `nonfinite_path`, "frozen" if nothing of it
-            learns, "no_gradient" if something should and there is no gradient, else "ok".
-    """
+    """A module that ran or has parameters."""
 
     name: str
     kind: str
@@ -52,13 +39,7 @@ class GraphModule(TypedDict):
 
 
 class Cut(TypedDict):
-    """A line that cuts an edge: what flowed there is used, and no gradient comes back.
-
-    Attributes:
-        code: The code of the finding about this line; "GG101" also where there is none, because the cut does no harm.
-        where: The user's line as "path.py:12"; None where it is not known.
-        source: The text of that line; None where it is not known.
-    """
+    """A line that cuts an edge: what flowed there is used, and no gradient comes back."""
 
     code: str
     where: str | None
@@ -80,14 +61,7 @@ edges are told: of more, those between the nearest modules.
 
 
 class Graph(TypedDict):
-    """The modules of a step and what flowed between them.
-
-    Attributes:
-        modules: Every module that ran or has parameters, in the order of `named_modules()`.
-        edges: The flow of data and of gradients.
-        nonfinite_path: Places of the modules that a NaN or an infinity went through, from its birth on, where it did
-            harm; -1 first if it came in with the data, -2 for the loss.
-    """
+    """The modules of a step and what flowed between them."""
 
     modules: list[GraphModule]
     edges: list[GraphEdge]
@@ -95,17 +69,7 @@ class Graph(TypedDict):
 
 
 class Layer(TypedDict):
-    """A parameter after the step. Those of lazy modules that never ran have neither shape nor values, and no layer.
-
-    Attributes:
-        name: Its name.
-        module: The place in `Graph.modules` of the first module that has it; None for a tensor of no module.
-        shape: Its shape.
-        gradient_norm: The 2-norm of its gradient; None if the step gave it none, or it could not be read.
-        weight_norm: The 2-norm of its values, before the optimizer moved them if it has a gradient; None if they
-            cannot be read.
-        learns: Whether all of it learns, nothing of it, or a "part".
-    """
+    """A parameter after the step. Those of lazy modules that never ran have neither shape nor values, and no layer."""
 
     name: str
     module: int | None
@@ -116,15 +80,7 @@ class Layer(TypedDict):
 
 
 def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple[Layer, ...]]:
-    """Draw the graph of a step.
-
-    Args:
-        case: The step.
-        findings: What the rules said about it.
-
-    Returns:
-        The graph and the layers; None and nothing where no module was in sight, or where `torch.func` did the work.
-    """
+    """Draw the graph of a step."""
     calls: dict[int, int] = {}
     for call in case.trace.calls:
         calls[id(call.module)] = calls.get(id(call.module), 0) + 1

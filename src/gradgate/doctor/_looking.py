@@ -9,44 +9,18 @@ import torch
 
 from gradgate._names import describe
 
-__all__ = [
-    "bad_kind",
-    "bad_rows",
-    "has_infinite_argument",
-    "inputs_at",
-    "is_all_zero",
-    "is_readable",
-    "is_suspicious",
-    "norm_of",
-    "total",
-]
-
 _MOST_ROWS = 10_000
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def total(tensor: torch.Tensor) -> float | complex:
-    """Add up a tensor: NaN and infinities show in the sum, at a fraction of the cost of looking for them.
-
-    Args:
-        tensor: A floating-point or complex tensor.
-
-    Returns:
-        The sum; it may overflow, so a bad sum is a suspicion.
-    """
+    """Add up a tensor: NaN and infinities show in the sum, at a fraction of the cost of looking for them."""
     result: float | complex = tensor.sum().item()
     return result
 
 
 def norm_of(tensor: torch.Tensor) -> float:
-    """Give the 2-norm of a tensor.
-
-    Args:
-        tensor: A tensor that is readable.
-
-    Returns:
-        The norm. It is not finite only if an element is not, or if it is too large for any number.
-    """
+    """Give the 2-norm of a tensor."""
     tensor = tensor.detach()
     norm: float = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.element_size() < 4 else None).item()
     if math.isinf(norm) or norm == 0:  # the squares may have left the range where the elements have not
@@ -56,14 +30,7 @@ def norm_of(tensor: torch.Tensor) -> float:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Tell whether there are floating-point values to look at.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        False for integers, for nothing at all, and for tensors whose values are elsewhere (sparse, meta, subclasses).
-    """
+    """Tell whether there are floating-point values to look at."""
     return (
         (tensor.is_floating_point() or tensor.is_complex())
         and type(tensor) in _PLAIN
@@ -74,14 +41,7 @@ def is_readable(tensor: torch.Tensor) -> bool:
 
 
 def is_suspicious(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor may hold a NaN or an infinity.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        False if it surely does not.
-    """
+    """Tell whether a tensor may hold a NaN or an infinity."""
     if not is_readable(tensor):
         return False
     amount = total(tensor)
@@ -89,14 +49,7 @@ def is_suspicious(tensor: torch.Tensor) -> bool:
 
 
 def bad_kind(tensor: torch.Tensor) -> Literal["nan", "inf"] | None:
-    """Tell what is wrong with the values of a tensor.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        "nan" if there is any NaN, else "inf" if there is any infinity, else None.
-    """
+    """Tell what is wrong with the values of a tensor."""
     if not is_readable(tensor):
         return None
     if tensor.is_complex():
@@ -109,14 +62,7 @@ def bad_kind(tensor: torch.Tensor) -> Literal["nan", "inf"] | None:
 
 
 def bad_rows(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Give the places along the first dimension that hold a NaN or an infinity.
-
-    Args:
-        tensor: A tensor that holds one.
-
-    Returns:
-        The places; nothing for a 0-dim tensor.
-    """
+    """Give the places along the first dimension that hold a NaN or an infinity."""
     if tensor.dim() == 0:
         return ()
     bad = (~torch.isfinite(tensor)).reshape(tensor.shape[0], -1).any(dim=1)
@@ -124,41 +70,18 @@ def bad_rows(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_all_zero(tensor: torch.Tensor) -> bool:
-    """Tell whether every element is zero.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        Whether it is.
-    """
+    """Tell whether every element is zero."""
     return not bool(tensor.any())
 
 
 def has_infinite_argument(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Tell whether the user handed over a number that is not finite, as masks do.
-
-    Args:
-        args: The arguments of an operator.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Whether any of them is such a number.
-    """
+    """Tell whether the user handed over a number that is not finite, as masks do."""
     values = (*args, *kwargs.values()) if kwargs else args
     return any(isinstance(value, float) and not math.isfinite(value) for value in values)
 
 
 def inputs_at(output: torch.Tensor, inputs: list[torch.Tensor]) -> str:
-    """Say what the inputs held at the first bad element of the output.
-
-    Args:
-        output: A result that holds a NaN or an infinity.
-        inputs: What it was made from.
-
-    Returns:
-        The values where the shapes tell which belongs to it, else the smallest and largest of each input.
-    """
+    """Say what the inputs held at the first bad element of the output."""
     index = (~torch.isfinite(output)).nonzero()
     where = tuple(index[0].tolist()) if len(index) else ()
     parts = []

@@ -7,19 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Region", "overlaps", "region_of"]
-
 
 class Region(NamedTuple):
-    """The memory of a tensor.
-
-    Args:
-        storage: The address of its storage; 0 where it has none.
-        start: The address of its first element.
-        shape: Its shape.
-        stride: Its strides, in elements.
-        size: The bytes of one element.
-    """
+    """The memory of a tensor."""
 
     storage: int
     start: int
@@ -29,14 +19,7 @@ class Region(NamedTuple):
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Describe the memory of a tensor.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        Its region; one without storage for tensors that have no memory of this kind (sparse, fake).
-    """
+    """Describe the memory of a tensor."""
     try:
         storage = tensor.untyped_storage().data_ptr()
         return Region(storage, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
@@ -45,15 +28,7 @@ def region_of(tensor: torch.Tensor) -> Region:
 
 
 def overlaps(one: Region, other: Region) -> bool:
-    """Tell whether two tensors share at least one byte.
-
-    Args:
-        one: A region.
-        other: A region.
-
-    Returns:
-        Whether they overlap.
-    """
+    """Tell whether two tensors share at least one byte."""
     if not one.storage or one.storage != other.storage or 0 in one.shape or 0 in other.shape:
         return False
     first, last = _span(one)

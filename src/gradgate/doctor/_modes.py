@@ -6,13 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from gradgate._places import Owner, owner_of
-from gradgate.doctor._case import Case, finding_at, place
-from gradgate.doctor._source import async_with_torch_decorator, bare_mode_statements
+from gradgate._source import Owner, modes_without_effect, owner_of
+from gradgate.doctor._case import Case, finding_at
 from gradgate.doctor._trace import Op
 from gradgate.records import Finding
-
-__all__ = ["find_eval_left_on", "find_inference_tensors", "find_recording_off", "find_statistics", "find_written_modes"]
 
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
@@ -20,19 +17,12 @@ _BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d,
 
 
 def find_recording_off(case: Case) -> Iterator[Finding]:
-    """Tell when recording was off at the end of the step, and who switched it.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding.
-    """
+    """Tell when recording was off at the end of the step, and who switched it."""
     trace = case.trace
     if trace.recording_at_end or (case.exception is not None and trace.recording_at_start):
         return
     switch = next((s for s in reversed(trace.switches) if not s.on), None)
-    where = place(switch.spot) if switch is not None else None
+    where = switch.location if switch is not None else None
     yield finding_at(
         where,
         "GG801",
@@ -45,20 +35,14 @@ def find_recording_off(case: Case) -> Iterator[Finding]:
 
 
 def find_written_modes(case: Case) -> Iterator[Finding]:
-    """Find modes in the user's files that do nothing as they are written.
-
-    Args:
-        case: The step.
-
-    Yields:
-        One finding for each line.
-    """
-    spots = [op.spot for op in case.trace.ops] + [b.spot for b in case.trace.backwards]
-    files = dict.fromkeys([*case.files, *(spot[0].co_filename for spot in spots if spot is not None)])
+    """Find modes in the user's files that do nothing as they are written."""
+    spots = [op.location for op in case.trace.ops] + [b.location for b in case.trace.backwards]
+    files = dict.fromkeys([*case.files, *(location[0].co_filename for location in spots if location is not None)])
     for file in files:
         if owner_of(file) in (Owner.PACKAGE, Owner.TORCH):
             continue
-        for line in bare_mode_statements(file):
+        bare, decorated = modes_without_effect(file)
+        for line in bare:
             yield finding_at(
                 line,
                 "GG802",
@@ -67,7 +51,7 @@ def find_written_modes(case: Case) -> Iterator[Finding]:
                 reason="It makes a block that nobody enters; recording goes on as before.",
                 fix=f"with {line.expression}:\n    ...",
             )
-        for line in async_with_torch_decorator(file):
+        for line in decorated:
             yield finding_at(
                 line,
                 "GG803",
@@ -79,23 +63,16 @@ def find_written_modes(case: Case) -> Iterator[Finding]:
 
 
 def find_inference_tensors(case: Case) -> Iterator[Finding]:
-    """Explain a tensor made in inference mode that training met, and say where it was made.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding.
-    """
+    """Explain a tensor made in inference mode that training met, and say where it was made."""
     errors = [error for error in case.errors if "nference tensor" in error.text]
     if not errors:
         return
-    used = errors[-1].place
+    used = errors[-1].location
     made, name = None, None
     for value in errors[-1].values:
         root = case.trace.roots.get(value)
         if value in case.trace.inference_values:
-            made = place(case.trace.inference_values[value])
+            made = case.trace.inference_values[value]
         elif root is not None and root.inference:
             name = case.names.of_tensor(root.tensor) if root.tensor is not None else None
     what = f"`{name}`" if name else f"what `{made.expression}` made" if made is not None else "a tensor"
@@ -113,14 +90,7 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
 
 
 def find_eval_left_on(case: Case) -> Iterator[Finding]:
-    """Find a model that is trained while it is in eval mode.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding.
-    """
+    """Find a model that is trained while it is in eval mode."""
     trace = case.trace
     learned = any(case.gradient(p).present for p in case.parameters.values())
     inputs = any(
@@ -137,7 +107,7 @@ def find_eval_left_on(case: Case) -> Iterator[Finding]:
             first = next((op for op in trace.ops if op.module is not None), None)
             kinds = sorted({type(m).__name__ for m in affected})
             yield finding_at(
-                first.place if first is not None else None,
+                first.location if first is not None else None,
                 "GG805",
                 "warning",
                 f"the model is trained in eval mode: {', '.join(kinds)} stays as it is",
@@ -148,28 +118,21 @@ def find_eval_left_on(case: Case) -> Iterator[Finding]:
 
 
 def find_statistics(case: Case) -> Iterator[Finding]:
-    """Find BatchNorm layers that learn their statistics while nothing else learns.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding.
-    """
+    """Find BatchNorm layers that learn their statistics while nothing else learns."""
     ops = [op for op in case.trace.ops if _moves_statistics(case, op)]
     if not ops:
         return
     names = dict.fromkeys(case.module(op) or "BatchNorm" for op in ops)
     switch = case.trace.switches[ops[0].switch] if ops[0].switch >= 0 else None
     yield finding_at(
-        ops[0].place,
+        ops[0].location,
         "GG806",
         "warning",
         f"BatchNorm is in train mode under no_grad: {', '.join(list(names)[:3])} changes its running statistics",
         reason="no_grad stops gradients, not the running mean and variance: the validation data leak into the model.",
         fix="model.eval()     # before validation, and model.train() after it",
         module=next(iter(names)),
-        also=[place(switch.spot) if switch is not None else None],
+        also=[switch.location if switch is not None else None],
     )
 
 

@@ -9,18 +9,9 @@ import torch
 
 from gradgate._torch_compat import without_compiled_wrappers
 
-__all__ = ["Names", "namespaces_of"]
-
 
 def namespaces_of(function: Callable[..., Any]) -> list[Mapping[str, Any]]:
-    """Give the variables that a function sees: those that it closes over, then the globals of its module.
-
-    Args:
-        function: Any callable.
-
-    Returns:
-        The namespaces.
-    """
+    """Give the variables that a function sees: those that it closes over, then the globals of its module."""
     code = getattr(function, "__code__", None)
     cells = getattr(function, "__closure__", None) or ()
     closed = {}
@@ -33,13 +24,7 @@ def namespaces_of(function: Callable[..., Any]) -> list[Mapping[str, Any]]:
 
 
 class Names:
-    """Knows the names of one step.
-
-    Args:
-        model: The model, where it is known.
-        modules: Modules that were called from outside any other, where it is not.
-        namespaces: Where to look for variables.
-    """
+    """Knows the names of one step."""
 
     def __init__(
         self,
@@ -76,25 +61,11 @@ class Names:
             yield from root.named_modules(prefix=prefix)
 
     def has_tensor(self, number: int) -> bool:
-        """Tell whether a tensor belongs to a module: a parameter, a buffer or an attribute.
-
-        Args:
-            number: The `id` of the tensor.
-
-        Returns:
-            Whether it does.
-        """
+        """Tell whether a tensor belongs to a module: a parameter, a buffer or an attribute."""
         return number in self._tensors
 
     def variable(self, thing: object) -> str | None:
-        """Give the name of the user's variable that holds a thing.
-
-        Args:
-            thing: Anything.
-
-        Returns:
-            The name, or None where no variable in sight holds it.
-        """
+        """Give the name of the user's variable that holds a thing."""
         for space in self._spaces:
             for name, value in list(space.items()):
                 if value is thing and not name.startswith("__"):
@@ -102,25 +73,11 @@ class Names:
         return None
 
     def of_module(self, module: torch.nn.Module | None) -> str | None:
-        """Give the path of a module.
-
-        Args:
-            module: A module that ran.
-
-        Returns:
-            Its path, its class where it has none, or None.
-        """
+        """Give the path of a module."""
         if module is None:
             return None
         return self._modules.get(id(module), "") or type(without_compiled_wrappers(module)).__name__
 
     def of_tensor(self, tensor: torch.Tensor) -> str | None:
-        """Give the name of a tensor.
-
-        Args:
-            tensor: A parameter, a buffer, an attribute of a module or a variable of the user.
-
-        Returns:
-            The name, or None where it has none.
-        """
+        """Give the name of a tensor."""
         return self._tensors.get(id(tensor)) or self.variable(tensor)

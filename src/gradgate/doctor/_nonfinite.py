@@ -11,8 +11,6 @@ from gradgate.doctor._trace import BadValue, Op
 from gradgate.doctor._traps import bare_value, selecting_op
 from gradgate.records import Finding, Severity
 
-__all__ = ["births_behind_loss", "births_in_backward", "find_nonfinite"]
-
 _WORDS = {"nan": "NaN", "inf": "Inf"}
 _FIXES = {
     "log": "masked.safe_log(x)     # from gradgate import masked",
@@ -34,14 +32,7 @@ _NO_FIX = "guard = gg.Guard(model)     # drops the bad samples and keeps the res
 
 
 def find_nonfinite(case: Case) -> Iterator[Finding]:
-    """Explain every NaN and infinity that reached the loss or a gradient.
-
-    Args:
-        case: The step.
-
-    Yields:
-        One finding for each place of birth, and a note on NaN that did no harm.
-    """
+    """Explain every NaN and infinity that reached the loss or a gradient."""
     hurt = [name for name, p in case.parameters.items() if case.gradient(p).bad]
     bad, births = _bad_passes(case), births_in_backward(case)
     if bad:
@@ -53,14 +44,7 @@ def find_nonfinite(case: Case) -> Iterator[Finding]:
 
 
 def births_behind_loss(case: Case) -> list[BadValue]:
-    """Give what made a loss bad.
-
-    Args:
-        case: The step.
-
-    Returns:
-        The births, and what came in bad; nothing if all losses are finite.
-    """
+    """Give what made a loss bad."""
     started = [case.trace.backwards[number] for number in _bad_passes(case)]
     behind = case.flow.sources(code >> 1 for backward in started for code in backward.values)
     births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
@@ -69,14 +53,7 @@ def births_behind_loss(case: Case) -> list[BadValue]:
 
 
 def births_in_backward(case: Case) -> list[BadValue]:
-    """Give what went bad on the way back from losses that were finite.
-
-    Args:
-        case: The step.
-
-    Returns:
-        The births.
-    """
+    """Give what went bad on the way back from losses that were finite."""
     bad = _bad_passes(case)
     return [b for b in case.trace.bad if b.stage == "backward" and b.backward not in bad]
 
@@ -139,13 +116,13 @@ def _behind_the_gradient(case: Case, hurt: list[str], births: list[BadValue]) ->
 
 def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: Severity, harm: str) -> Finding:
     op = case.trace.ops[origin.op] if origin.op >= 0 else None
-    where = op.place if op is not None else None
+    where = op.location if op is not None else None
     shown = where.expression if where is not None else birth.node_name
     word = _WORDS[birth.kind]
     selecting = selecting_op(case, op) if op is not None else None
     detail = f" At the first bad element {birth.detail}." if birth.detail else ""
     if selecting is not None and op is not None:
-        chosen = selecting.place
+        chosen = selecting.location
         return finding_at(
             where,
             "GG502",
@@ -172,7 +149,7 @@ def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: S
 
 def _finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Finding:
     op = case.trace.ops[birth.op]
-    where = op.place
+    where = op.location
     shown = where.expression if where is not None else op.operator.name
     word = _WORDS[birth.kind]
     if birth.stage == "arrived":

@@ -10,8 +10,6 @@ import torch
 
 from gradgate._torch_compat import schema_of
 
-__all__ = ["Operator", "operator_of"]
-
 # Reading these says nothing about where a value was made: what they give has no values yet, or the old ones.
 _SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_"}
 _KEEPS_ARGUMENTS = {
@@ -22,18 +20,7 @@ _KEEPS_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator, as the tracer needs it.
-
-    Args:
-        name: Its name without namespace and overload, such as "sqrt_".
-        written: Places in the argument list that it writes to.
-        written_names: Names of keyword arguments that it writes to.
-        view: Whether its results share memory with its arguments.
-        silent: Whether its result need not be looked at.
-        zeroes: Whether it writes zeros.
-        unscales: Whether it is GradScaler's look at the gradients.
-        keeps_arguments: Whether the rules want to know its arguments that are not tensors.
-    """
+    """One operator, as the tracer needs it."""
 
     name: str
     written: tuple[int, ...]
@@ -45,15 +32,7 @@ class Operator:
     keeps_arguments: bool
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-        """Give the tensors that a call writes to.
-
-        Args:
-            args: The arguments of the call.
-            kwargs: Its keyword arguments.
-
-        Yields:
-            Each tensor.
-        """
+        """Give the tensors that a call writes to."""
         named = (kwargs[name] for name in self.written_names if name in kwargs)
         for target in (*(args[position] for position in self.written if position < len(args)), *named):
             if isinstance(target, torch.Tensor):
@@ -66,14 +45,7 @@ _known: dict[Any, Operator] = {}
 
 
 def operator_of(func: Any) -> Operator:
-    """Describe an operator.
-
-    Args:
-        func: What a dispatch mode is handed.
-
-    Returns:
-        Its description.
-    """
+    """Describe an operator."""
     known = _known.get(func)
     if known is None:
         known = _known[func] = _describe(func)

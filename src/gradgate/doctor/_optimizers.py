@@ -8,21 +8,12 @@ from collections.abc import Iterator
 import torch
 
 from gradgate._names import listed
-from gradgate.doctor._case import Case, finding_at, module_of_names, place
+from gradgate.doctor._case import Case, finding_at, module_of_names
 from gradgate.records import Finding
-
-__all__ = ["find_optimizer_faults"]
 
 
 def find_optimizer_faults(case: Case) -> Iterator[Finding]:
-    """Find what is wrong between the optimizer and the model.
-
-    Args:
-        case: The step.
-
-    Yields:
-        One finding for each fault.
-    """
+    """Find what is wrong between the optimizer and the model."""
     steps = case.trace.optimizer_steps
     if not steps:
         return
@@ -47,7 +38,7 @@ def _not_held(case: Case) -> Iterator[Finding]:
         missing = [name for name in missing if id(case.parameters[name]) not in held]
     if missing:
         yield finding_at(
-            place(case.trace.optimizer_steps[-1].spot),
+            case.trace.optimizer_steps[-1].location,
             "GG901",
             "warning",
             f"no optimizer holds {listed(missing, 4)}",
@@ -66,7 +57,7 @@ def _strangers(case: Case) -> Iterator[Finding]:
         strangers = [p for p in held if id(p) not in own and p.grad is None and p.requires_grad]
         if held and len(strangers) == len(held):
             yield finding_at(
-                place(step.spot),
+                step.location,
                 "GG902",
                 "error",
                 f"the optimizer holds {len(held)} parameters, and none of them is in the model",
@@ -75,7 +66,7 @@ def _strangers(case: Case) -> Iterator[Finding]:
             )
         elif strangers:
             yield finding_at(
-                place(step.spot),
+                step.location,
                 "GG902",
                 "warning",
                 f"the optimizer holds {len(strangers)} parameters that are not in the model and get no gradient",
@@ -88,13 +79,13 @@ def _growing(case: Case) -> Iterator[Finding]:
     for step in case.trace.optimizer_steps:
         if step.again or (step.old and case.trace.gradients_left):
             yield finding_at(
-                place(step.spot),
+                step.location,
                 "GG903",
                 "warning",
                 "gradients grow from step to step: zero_grad is missing",
                 reason="backward() adds to the gradients that are there; those of the step before were still there.",
                 fix="optimizer.zero_grad()     # once before each backward()",
-                also=[place(backward.spot) for backward in case.trace.backwards[:1]],
+                also=[backward.location for backward in case.trace.backwards[:1]],
             )
             return
 
@@ -104,7 +95,7 @@ def _early_steps(case: Case) -> Iterator[Finding]:
         if step.idle:
             later = len(case.trace.backwards) > step.backwards
             yield finding_at(
-                place(step.spot),
+                step.location,
                 "GG904",
                 "error" if later else "warning",
                 "optimizer.step() found no gradient at all",
@@ -112,6 +103,6 @@ def _early_steps(case: Case) -> Iterator[Finding]:
                 if later
                 else "backward() was not called, or zero_grad() came after.",
                 fix="optimizer.zero_grad(); loss.backward(); optimizer.step()     # in this order",
-                also=[place(case.trace.backwards[-1].spot)] if later else [],
+                also=[case.trace.backwards[-1].location] if later else [],
             )
             return

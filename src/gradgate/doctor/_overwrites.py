@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradgate.doctor._case import Case, finding_at, place
+from gradgate.doctor._case import Case, finding_at
 from gradgate.doctor._trace import Overwrite
 from gradgate.records import Finding
-
-__all__ = ["find_leaf_edits", "find_overwrites"]
 
 _REWRITES = {
     "add_": "h = h + value",
@@ -24,14 +22,7 @@ _REWRITES = {
 
 
 def find_overwrites(case: Case) -> Iterator[Finding]:
-    """Explain every tensor that was overwritten between forward and backward.
-
-    Args:
-        case: The step.
-
-    Yields:
-        One finding for each pair of lines.
-    """
+    """Explain every tensor that was overwritten between forward and backward."""
     seen = set()
     for overwrite in case.trace.overwrites:
         key = (overwrite.saved_spot, overwrite.write_spot)
@@ -41,7 +32,7 @@ def find_overwrites(case: Case) -> Iterator[Finding]:
 
 
 def _finding(case: Case, overwrite: Overwrite) -> Finding:
-    written, saved = place(overwrite.write_spot), place(overwrite.saved_spot)
+    written, saved = overwrite.write_spot, overwrite.saved_spot
     what = f"`{written.expression}`" if written is not None else overwrite.write_name
     whose = f"`{saved.expression}` ({saved.text})" if saved is not None else "an operation"
     number = case.trace.op_number_of_node.get(overwrite.saved_node)
@@ -76,19 +67,12 @@ def _finding(case: Case, overwrite: Overwrite) -> Finding:
 
 
 def find_leaf_edits(case: Case) -> Iterator[Finding]:
-    """Explain an in-place edit that autograd refuses at once: of a leaf, or of one of several views.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding.
-    """
+    """Explain an in-place edit that autograd refuses at once: of a leaf, or of one of several views."""
     for error in case.errors:
-        shown = f"`{error.place.source}`" if error.place is not None else "the step"
+        shown = f"`{error.location.source}`" if error.location is not None else "the step"
         if "leaf Variable that requires grad" in error.text and "in-place" in error.text:
             yield finding_at(
-                error.place,
+                error.location,
                 "GG603",
                 case.severity_of(error),
                 f"{shown} edits a leaf that requires grad in place",
@@ -99,7 +83,7 @@ def find_leaf_edits(case: Case) -> Iterator[Finding]:
             )
         elif "is a view" in error.text and "inplace" in error.text:
             yield finding_at(
-                error.place,
+                error.location,
                 "GG604",
                 case.severity_of(error),
                 f"{shown} edits a view in place that autograd cannot follow",

@@ -5,23 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from gradgate._source import locate_traceback
 from gradgate.doctor._case import Case, finding_at
 from gradgate.doctor._cuts import explain_parameters
-from gradgate.doctor._places import place_of_traceback
 from gradgate.records import Finding
-
-__all__ = ["find_backward_missing", "find_raised", "find_unused_in_grad"]
 
 
 def find_unused_in_grad(case: Case) -> Iterator[Finding]:
-    """Explain "appears to not have been used in the graph", which torch.autograd.grad says without a name.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The findings on the tensor in question.
-    """
+    """Explain "appears to not have been used in the graph", which torch.autograd.grad says without a name."""
     errors = [e for e in case.errors if "appears to not have been used in the graph" in e.text and e.backward >= 0]
     if not errors:
         return
@@ -33,14 +24,7 @@ def find_unused_in_grad(case: Case) -> Iterator[Finding]:
 
 
 def find_backward_missing(case: Case) -> Iterator[Finding]:
-    """Tell when a step never came to backward.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding.
-    """
+    """Tell when a step never came to backward."""
     if not case.one_step or case.exception is not None or case.trace.functional:
         return
     if not case.trace.backwards and case.trace.ops:
@@ -55,18 +39,11 @@ def find_backward_missing(case: Case) -> Iterator[Finding]:
 
 
 def find_raised(case: Case) -> Iterator[Finding]:
-    """Tell what the step raised, in one line.
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding.
-    """
+    """Tell what the step raised, in one line."""
     error = case.exception
     if error is None:
         return
-    where = place_of_traceback(error.__traceback__)
+    where = locate_traceback(error.__traceback__)
     if "grad can be implicitly created only for scalar outputs" in str(error):
         yield finding_at(
             where,

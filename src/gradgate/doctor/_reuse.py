@@ -9,8 +9,6 @@ import torch
 
 from gradgate.doctor._memory import region_of
 
-__all__ = ["Reuse"]
-
 
 class Reuse:
     """Remembers which gradients were used.
@@ -24,30 +22,15 @@ class Reuse:
         self._at_start: list[tuple[int, weakref.ref[torch.Tensor]]] = []
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remember the gradients that are there when the trace begins.
-
-        Args:
-            parameters: Whose gradients.
-        """
+        """Remember the gradients that are there when the trace begins."""
         self._at_start = [(id(p), weakref.ref(p.grad)) for p in parameters if p.grad is not None]
 
     def zero(self, gradient: torch.Tensor) -> None:
-        """Note that a tensor was zeroed.
-
-        Args:
-            gradient: Any tensor that zeros were written to.
-        """
+        """Note that a tensor was zeroed."""
         self._zeroed.add(region_of(gradient).storage)
 
     def use(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-        """Note that an optimizer uses the gradients of its parameters.
-
-        Args:
-            optimizer: The optimizer.
-
-        Returns:
-            How many of them it has used before, and how many were there when the trace began.
-        """
+        """Note that an optimizer uses the gradients of its parameters."""
         held = {id(p): p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         again = self._count(held, self._used.get(id(optimizer), []))
         old = self._count(held, self._at_start)

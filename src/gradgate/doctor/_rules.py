@@ -24,8 +24,6 @@ from gradgate.doctor._traps import find_traps
 from gradgate.doctor._zeros import find_sizes, find_zeros
 from gradgate.records import Finding
 
-__all__ = ["conclude"]
-
 Rule = Callable[[Case], Iterator[Finding]]
 
 # Each explains what a step may raise; if none does, `find_raised` says at least where it was.
@@ -54,14 +52,7 @@ _ORDER = ("error", "warning", "info")
 
 
 def conclude(case: Case) -> Diagnosis:
-    """Let every rule look at a case.
-
-    Args:
-        case: The step.
-
-    Returns:
-        What they say, the worst first.
-    """
+    """Let every rule look at a case."""
     findings = [finding for rule in _ON_ERRORS for finding in rule(case)]
     if case.exception is not None and not any(finding.severity == "error" for finding in findings):
         findings += find_raised(case)

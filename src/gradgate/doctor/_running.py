@@ -6,16 +6,9 @@ import torch
 
 from gradgate.doctor._trace import Call, Trace
 
-__all__ = ["Running"]
-
 
 class Running:
-    """The modules that have begun and not ended yet.
-
-    Attributes:
-        drawn: `id`s of the modules whose calls are written down; None for all. Another one does its work for the module
-            that calls it.
-    """
+    """The modules that have begun and not ended yet."""
 
     def __init__(self) -> None:
         self.drawn: frozenset[int] | None = None
@@ -33,12 +26,7 @@ class Running:
         return self._calls[-1] if self._calls else -1
 
     def begin(self, module: torch.nn.Module, trace: Trace) -> None:
-        """Note that a module begins.
-
-        Args:
-            module: The module.
-            trace: Where its call is written down.
-        """
+        """Note that a module begins."""
         outer = self.call
         self._modules.append(module)
         again = bool(trace.backwards) and trace.backwards[-1].running  # a checkpoint that computes once more
@@ -57,11 +45,7 @@ class Running:
             self._calls.pop()
 
     def go_on_in(self, trace: Trace) -> None:
-        """Write the calls that are running down in a new trace.
-
-        Args:
-            trace: The trace.
-        """
+        """Write the calls that are running down in a new trace."""
         modules = self._modules
         self.forget()
         for module in modules:

@@ -11,73 +11,50 @@ from collections.abc import Callable
 
 import torch
 
+from gradgate._source import Location
 from gradgate._torch_compat import latest_node_number, undispatched
 from gradgate.doctor._memory import overlaps, region_of
-from gradgate.doctor._trace import Overwrite, Spot, Trace, Write
-
-__all__ = ["Saved", "Saving"]
+from gradgate.doctor._trace import Overwrite, Trace, Write
 
 
 class Saved:
     """A tensor that was saved for backward."""
 
-    __slots__ = ("node", "spot", "tensor", "version", "writes")
+    __slots__ = ("location", "node", "tensor", "version", "writes")
 
-    def __init__(self, tensor: torch.Tensor, version: int, writes: int, node: int, spot: Spot) -> None:
+    def __init__(self, tensor: torch.Tensor, version: int, writes: int, node: int, location: Location | None) -> None:
         self.tensor = tensor
         self.version = version
         self.writes = writes
         self.node = node
-        self.spot = spot
+        self.location = location
 
 
 class Saving:
-    """The two hooks, and the log of writes that they are held against.
+    """The two hooks, and the log of writes that they are held against."""
 
-    Args:
-        trace: Where overwritten tensors are written down.
-        spot: Gives the user's place of the call that is running.
-    """
-
-    def __init__(self, trace: Trace, spot: Callable[[], Spot]) -> None:
+    def __init__(self, trace: Trace, location: Callable[[], Location | None]) -> None:
         self.trace = trace
-        self._spot = spot
+        self._spot = location
         self._writes: defaultdict[int, list[tuple[int, Write]]] = defaultdict(list)
         self._clock = 0
 
     def forget(self, trace: Trace) -> None:
-        """Begin a new trace.
-
-        Args:
-            trace: The new one.
-        """
+        """Begin a new trace."""
         self.trace = trace
         self._writes.clear()
 
-    def log_write(self, tensor: torch.Tensor, name: str, spot: Spot, by_optimizer: bool) -> None:
-        """Write down that memory was written to.
-
-        Args:
-            tensor: What was written to.
-            name: The operation.
-            spot: The user's place.
-            by_optimizer: Whether an optimizer did it.
-        """
+    def log_write(self, tensor: torch.Tensor, name: str, location: Location | None, by_optimizer: bool) -> None:
+        """Write down that memory was written to."""
         self._clock += 1
         region = region_of(tensor)
-        self._writes[region.storage].append((self._clock, Write(region, name, spot, by_optimizer)))
+        self._writes[region.storage].append((self._clock, Write(region, name, location, by_optimizer)))
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Keep a tensor for backward.
 
         A saved result whose own node held it would never be freed, so what is kept is detached; it shares memory and
         version with the original.
-
-        Args:
-            tensor: What autograd saves.
-
-        Returns:
-            What `unpack` will be given.
         """
         kept = tensor
         if not tensor.is_leaf:
@@ -86,17 +63,7 @@ class Saving:
         return Saved(kept, tensor._version, self._clock, latest_node_number(), self._spot())
 
     def unpack(self, saved: Saved) -> torch.Tensor:
-        """Give a tensor back to backward, if it is still what it was.
-
-        Args:
-            saved: What `pack` kept.
-
-        Returns:
-            The tensor.
-
-        Raises:
-            RuntimeError: It was overwritten, in a way that torch refuses.
-        """
+        """Give a tensor back to backward, if it is still what it was."""
         if saved.writes != self._clock:
             write = self._overwritten(saved)
             if write is not None:
@@ -117,7 +84,7 @@ class Saving:
         tensor = saved.tensor
         shape = tuple(tensor.shape)
         self.trace.overwrites.append(
-            Overwrite(saved.spot, saved.node, write.spot, write.name, write.by_optimizer, silent, shape)
+            Overwrite(saved.location, saved.node, write.location, write.name, write.by_optimizer, silent, shape)
         )
         if not silent:
             raise RuntimeError(

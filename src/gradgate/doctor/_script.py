@@ -30,8 +30,6 @@ from gradgate.doctor._tracing import Tracing
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 
-__all__ = ["ScriptReport", "examine_script"]
-
 _STEPS_TRACED = 2
 _SEED = 0
 
@@ -56,14 +54,7 @@ class _Enough(BaseException):
 
 
 class _Run:
-    """One run of a script in this process.
-
-    Args:
-        path: The script.
-        first: The number of the step to trace from.
-        count: How many steps to trace; None for all.
-        alone: Whether to end after those.
-    """
+    """One run of a script in this process."""
 
     def __init__(self, path: Path, first: int, count: int | None, alone: bool) -> None:
         self.path = path

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradgate.doctor._case import Case, finding_at, place
-from gradgate.doctor._places import Place
+from gradgate._source import Location
+from gradgate.doctor._case import Case, finding_at
 from gradgate.doctor._trace import Trace
 from gradgate.records import Finding, Severity
 
-__all__ = ["find_second_backward"]
-
 
 def find_second_backward(case: Case) -> Iterator[Finding]:
-    """Explain "Trying to backward through the graph a second time".
-
-    Args:
-        case: The step.
-
-    Yields:
-        The finding.
-    """
+    """Explain "Trying to backward through the graph a second time"."""
     errors = [e for e in case.errors if "backward through the graph a second time" in e.text and e.backward >= 0]
     if not errors:
         return
@@ -29,8 +20,8 @@ def find_second_backward(case: Case) -> Iterator[Finding]:
     before = (*case.previous.backwards, *case.trace.backwards[:number])
     earlier = [b for b in before if b.nodes & last.nodes - {-1}]
     shared = last.nodes & frozenset().union(*(b.nodes for b in earlier)) - {-1} if earlier else frozenset()
-    called = place(last.spot)
-    first = place(earlier[-1].spot) if earlier else None
+    called = last.location
+    first = earlier[-1].location if earlier else None
     made = _made(case.trace, shared) or _made(case.previous, shared)
     if made is not None:
         yield finding_at(
@@ -48,16 +39,16 @@ def find_second_backward(case: Case) -> Iterator[Finding]:
     yield from _from_before(case, called, severity)
 
 
-def _made(trace: Trace, shared: frozenset[int]) -> Place | None:
+def _made(trace: Trace, shared: frozenset[int]) -> Location | None:
     numbers = [trace.op_number_of_node[node] for node in shared if node in trace.op_number_of_node]
-    return trace.ops[max(numbers)].place if numbers else None
+    return trace.ops[max(numbers)].location if numbers else None
 
 
-def _from_before(case: Case, called: Place | None, severity: Severity) -> Iterator[Finding]:
+def _from_before(case: Case, called: Location | None, severity: Severity) -> Iterator[Finding]:
     """The graph was made before the trace began: say where this step picks it up."""
     old = [v for v, root in case.trace.roots.items() if root.requires_grad and not root.leaf]
     readers = sorted(n for value in old for n in case.flow.readers.get(value, ()))
-    where = case.trace.ops[readers[0]].place if readers else called
+    where = case.trace.ops[readers[0]].location if readers else called
     yield finding_at(
         where,
         "GG701",

@@ -12,17 +12,12 @@ import torch
 from gradgate._random_state import RandomState
 from gradgate._torch_compat import copy_tensors
 
-__all__ = ["Snapshot"]
-
 
 class Snapshot:
     """What a model and its surroundings were before a step.
 
     Buffers and the random states are copied at the start of each step. Weights are copied only when an optimizer is
     about to write to them, because until then they are what they were.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -47,11 +42,7 @@ class Snapshot:
         self._written = {}
 
     def before_write(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the weights that an optimizer is about to write to.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Remember the weights that an optimizer is about to write to."""
         held = [p for group in optimizer.param_groups for p in group["params"] if p not in self._written]
         for parameter in held:
             if parameter not in self._weights or self._weights[parameter].shape != parameter.shape:
@@ -61,11 +52,7 @@ class Snapshot:
             copy_tensors([self._weights[p] for p in held], held)
 
     def before_replayed_write(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the state of an optimizer that a replayed step is about to use.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Remember the state of an optimizer that a replayed step is about to use."""
         if not any(optimizer is known for known, _ in self._states):
             self._states.append((optimizer, copy.deepcopy(optimizer.state_dict())))
 

@@ -12,34 +12,19 @@ from gradgate.doctor._trace import BadValue, Op
 from gradgate.doctor._traps import bare_value
 from gradgate.doctor._ways import LOSS
 
-__all__ = ["INPUT", "Spread", "spread_of"]
-
 INPUT = -1
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Where it went.
-
-    Args:
-        path: Places of the modules, from the birth on; `INPUT` where it came in with the data, `LOSS` for the loss.
-        values: The values of the forward pass that hold it.
-    """
+    """Where it went."""
 
     path: list[int] = field(default_factory=list)
     values: frozenset[int] = frozenset()
 
 
 def spread_of(case: Case, places: dict[int, int]) -> Spread:
-    """Follow what did harm in a step.
-
-    Args:
-        case: The step.
-        places: The place of each module, by its `id`.
-
-    Returns:
-        The spread, in the order in which it happened; empty where all is finite or no harm was done.
-    """
+    """Follow what did harm in a step."""
     births = births_behind_loss(case)
     if births:
         return _forward(case, births, places)

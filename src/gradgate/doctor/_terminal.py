@@ -6,21 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from gradgate.records import Finding
 
-__all__ = ["lines_of"]
-
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 
 
 def lines_of(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, str]]:
-    """Write findings.
-
-    Args:
-        findings: What was found.
-        healthy: Whether none of it is a fault.
-
-    Yields:
-        Each line with its style.
-    """
+    """Write findings."""
     if healthy:
         notes = f", {len(findings)} note{'s' if len(findings) > 1 else ''}" if findings else ""
         yield f"healthy: nothing to say about this step{notes}", "bold green"

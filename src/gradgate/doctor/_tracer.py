@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from gradgate._source import Location, locate
 from gradgate._torch_compat import (
     DispatchMode,
     current_node,
@@ -34,14 +35,11 @@ from gradgate.doctor._backwards import start_late
 from gradgate.doctor._births import Births
 from gradgate.doctor._calls import CALLS
 from gradgate.doctor._operators import operator_of
-from gradgate.doctor._places import locate
 from gradgate.doctor._reuse import Reuse
 from gradgate.doctor._running import Running
 from gradgate.doctor._saving import Saving
-from gradgate.doctor._trace import Backward, Op, OptimizerStep, Raised, Spot, Trace
+from gradgate.doctor._trace import Backward, Op, OptimizerStep, Raised, Trace
 from gradgate.doctor._values import Values
-
-__all__ = ["Tracer"]
 
 _Tensor = torch.Tensor
 _MOST_OPERATIONS = 500_000
@@ -59,12 +57,12 @@ class Tracer:
         self.saving = Saving(self.trace, self.here)
         self.births = Births(self)
         self.reuse = Reuse()
-        self.spot: Spot = None
+        self.location: Location | None = None
         self.off_switch = -1
         self.off_switches: list[int] = []
         self.call = ""
         self._step_frame: FrameType | None = None
-        self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Spot]] = {}
+        self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Location | None]] = {}
         self.late_backward: Backward | None = None
         self.active = False
         self.running = Running()
@@ -154,11 +152,11 @@ class Tracer:
 
     # --- where ----------------------------------------------------------------------------------------------------
 
-    def here(self) -> Spot:
+    def here(self) -> Location | None:
         """Give the user's place of the call that is running."""
-        if self.spot is None:
-            self.spot = locate(sys._getframe(1))
-        return self.spot
+        if self.location is None:
+            self.location = locate(sys._getframe(1))
+        return self.location
 
     def _locate_backward(self, node: Any) -> None:
         """Let an operation inside backward stand where the operation stood that it is the backward of."""
@@ -166,21 +164,12 @@ class Tracer:
             self.late_backward = start_late(self)
         number = self.trace.op_number_of_node.get(node_number(node))
         if number is not None:
-            self.spot = self.trace.ops[number].spot
+            self.location = self.trace.ops[number].location
 
     # --- what torch computes --------------------------------------------------------------------------------------
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and write it down.
-
-        Args:
-            func: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            What it gives.
-        """
+        """Run an operator and write it down."""
         if inside_forward_mode():  # tangents may have no memory at all; nothing here is for backward
             self.trace.functional = True
             return func(*args, **kwargs)
@@ -207,7 +196,7 @@ class Tracer:
                         read(item, codes)
         bad_before = self.births.marks(operator, args, kwargs) if operator.written_names else None
         result = func(*args, **kwargs)
-        spot = self.spot or self.here()
+        location = self.location or self.here()
         trace = self.trace
         number = len(trace.ops)
         if number >= _MOST_OPERATIONS:  # nobody has taken a step for so long: there is no step to explain
@@ -217,11 +206,11 @@ class Tracer:
         if newest not in trace.op_number_of_node:
             trace.op_number_of_node[newest] = number
         connected = records and operator.name != "detach" and any(code & 1 for code in codes)
-        outputs = self._results(operator, args, kwargs, result, connected, spot)
+        outputs = self._results(operator, args, kwargs, result, connected, location)
         self.trace.ops.append(
             Op(
                 operator,
-                spot,
+                location,
                 self.running.module,
                 self.running.call,
                 newest,
@@ -237,7 +226,13 @@ class Tracer:
         return result
 
     def _results(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, connected: bool, spot: Spot
+        self,
+        operator: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        connected: bool,
+        location: Location | None,
     ) -> list[int]:
         values = self.values
         if operator.written_names:
@@ -252,16 +247,16 @@ class Tracer:
         if not connected and outputs:
             values.unconnected.update(outputs)
             if not torch.is_grad_enabled() and torch.is_inference_mode_enabled():
-                self.trace.inference_values.update(dict.fromkeys(outputs, spot))
+                self.trace.inference_values.update(dict.fromkeys(outputs, location))
                 if isinstance(result, _Tensor):
-                    self._made_in_inference[id(result)] = (weakref.ref(result), spot)
+                    self._made_in_inference[id(result)] = (weakref.ref(result), location)
         return outputs
 
     def _log_writes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         written = []
-        spot = self.here()
+        location = self.here()
         for target in operator.targets(args, kwargs):
-            self.saving.log_write(target, operator.name, spot, by_optimizer=False)
+            self.saving.log_write(target, operator.name, location, by_optimizer=False)
             written.append(target)
             if operator.zeroes:
                 self.reuse.zero(target)
@@ -269,24 +264,14 @@ class Tracer:
         return written
 
     def note_detached(self, tensor: torch.Tensor, code: int) -> None:
-        """Write down that a tensor lost its history in place, which leaves no operation behind.
-
-        Args:
-            tensor: The tensor.
-            code: Its value before, as `Op.inputs` has it.
-        """
+        """Write down that a tensor lost its history in place, which leaves no operation behind."""
         value = self.values.write(tensor)
         self.values.unconnected.add(value)
         module, call, newest = self.running.module, self.running.call, latest_node_number()
         self.trace.ops.append(Op(_DETACH, self.here(), module, call, newest, True, -1, (code,), (value,), ("detach",)))
 
     def note_raised(self, args: tuple[Any, ...], error: RuntimeError) -> None:
-        """Write down a call that raised, whether the user catches it or not.
-
-        Args:
-            args: Its arguments.
-            error: What it raised.
-        """
+        """Write down a call that raised, whether the user catches it or not."""
         tensors = [x for x in args if isinstance(x, _Tensor)]
         values = tuple(self.values.of(x) for x in tensors)
         for tensor, value in zip(tensors, values, strict=True):
@@ -333,10 +318,12 @@ class Tracer:
         if self._step_frame is not None:  # a subclass whose step calls the step of its base
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        spot, idle = locate(sys._getframe(1)), all(parameter.grad is None for parameter in held)
+        location, idle = locate(sys._getframe(1)), all(parameter.grad is None for parameter in held)
         closure = len(args) + len(kwargs) > 1
         backwards, (again, old) = len(self.trace.backwards), (0, 0) if closure else self.reuse.use(optimizer)
-        self.trace.optimizer_steps.append(OptimizerStep(optimizer, spot, backwards, idle and not closure, again, old))
+        self.trace.optimizer_steps.append(
+            OptimizerStep(optimizer, location, backwards, idle and not closure, again, old)
+        )
         for listener in self.before_step:
             listener(optimizer)
         # A closure runs the user's own code inside the step; else there is nothing to see but the writing itself.
@@ -346,7 +333,7 @@ class Tracer:
         self._step_frame = sys._getframe(1)
         for parameter in held:
             if parameter.grad is not None:
-                self.saving.log_write(parameter, "optimizer.step()", spot, by_optimizer=True)
+                self.saving.log_write(parameter, "optimizer.step()", location, by_optimizer=True)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._step_frame is sys._getframe(1):
@@ -382,7 +369,7 @@ class _Calls(TorchFunctionMode):
         tracer = self.tracer
         if not tracer.active:
             return func(*args, **kwargs) if kwargs else func(*args)
-        tracer.spot = None
+        tracer.location = None
         if inside_functorch():
             tracer.trace.functional = True
         handler = CALLS.get(func)
@@ -394,4 +381,4 @@ class _Calls(TorchFunctionMode):
             tracer.note_raised(args, error)
             raise
         finally:
-            tracer.spot = None
+            tracer.location = None

@@ -18,8 +18,6 @@ from gradgate.doctor._graph import Graph, Layer
 from gradgate.doctor._trace import Trace
 from gradgate.records import Finding
 
-__all__ = ["Tracing", "trace"]
-
 # The rules look at so many steps in full; after that only at steps in which the tracer saw something new.
 _STEPS_IN_FULL = 2
 
@@ -80,11 +78,7 @@ class Tracing:
         self._examination.resume()
 
     def pause(self, error: BaseException | None = None) -> None:
-        """Stop tracing until `resume`, and say what was found in what has been traced.
-
-        Args:
-            error: What ended the block.
-        """
+        """Stop tracing until `resume`, and say what was found in what has been traced."""
         self.tracing = False
         self._examination.pause()
         self._exception = error if isinstance(error, Exception) else None

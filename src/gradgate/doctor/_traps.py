@@ -14,8 +14,6 @@ from gradgate.doctor._flow import Flow
 from gradgate.doctor._trace import Op
 from gradgate.records import Finding
 
-__all__ = ["bare_value", "find_traps", "selecting_op"]
-
 _SELECTING = {
     "where",
     "masked_fill",
@@ -56,14 +54,7 @@ _PASSING = {
 
 
 def find_traps(case: Case) -> Iterator[Finding]:
-    """Find every `where` whose guard does not guard.
-
-    Args:
-        case: The step.
-
-    Yields:
-        One finding for each.
-    """
+    """Find every `where` whose guard does not guard."""
     flow = case.flow
     for op in case.trace.ops:
         if op.operator.name in ("where", "masked_fill", "masked_fill_", "index_put", "index_put_") and op.records:
@@ -137,15 +128,7 @@ def _guards(flow: Flow, test: Op, risky: Op, path: tuple[int, ...]) -> bool:
 
 
 def bare_value(flow: Flow, value: int) -> int:
-    """Give the value that a value is a view or the magnitude of.
-
-    Args:
-        flow: The flow of values.
-        value: A value.
-
-    Returns:
-        The value beneath.
-    """
+    """Give the value that a value is a view or the magnitude of."""
     for _ in range(6):
         number = flow.maker.get(value)
         if number is None:
@@ -158,15 +141,7 @@ def bare_value(flow: Flow, value: int) -> int:
 
 
 def selecting_op(case: Case, op: Op) -> Op | None:
-    """Find the operation that throws some of another one's values away.
-
-    Args:
-        case: The step.
-        op: The operation whose gradient is bad.
-
-    Returns:
-        The nearest `where`, mask or index that reads its result.
-    """
+    """Find the operation that throws some of another one's values away."""
     flow = case.flow
     waiting = [(value, 5) for value in op.outputs]
     seen = set(op.outputs)
@@ -184,7 +159,7 @@ def selecting_op(case: Case, op: Op) -> Op | None:
 
 
 def _finding(case: Case, op: Op, risky: Op) -> Finding:
-    where, guarded = op.place, risky.place
+    where, guarded = op.location, risky.location
     shown = where.expression if where is not None else op.operator.name
     unguarded = guarded.expression if guarded is not None else risky.operator.name
     return finding_at(

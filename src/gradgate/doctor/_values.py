@@ -9,8 +9,6 @@ import torch
 
 from gradgate.doctor._trace import Root, Trace
 
-__all__ = ["Values"]
-
 _SMALL = 64
 
 
@@ -19,9 +17,6 @@ class Values:
 
     A tensor is known by its identity. Autograd gives views a new identity on their way up, so the result of a view is
     also known by its memory, shape, strides and whether it is connected.
-
-    Args:
-        trace: Where roots are written down.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -33,12 +28,7 @@ class Values:
         self.unconnected: set[int] = set()
 
     def read(self, tensor: torch.Tensor, codes: list[int]) -> None:
-        """Write down that an operation reads a tensor.
-
-        Args:
-            tensor: The tensor.
-            codes: Where its value goes, as `Op.inputs` has it; a later write to the same memory goes there too.
-        """
+        """Write down that an operation reads a tensor."""
         known = self._by_identity.get(id(tensor))
         connected = tensor.requires_grad
         value = known[1] if known is not None and known[0]() is tensor else self._adopt(tensor, connected)
@@ -56,42 +46,20 @@ class Values:
                 codes.append(2 * write + connected)
 
     def of(self, tensor: torch.Tensor) -> int:
-        """Give the value that a tensor holds now.
-
-        Args:
-            tensor: Any tensor.
-
-        Returns:
-            The value.
-        """
+        """Give the value that a tensor holds now."""
         codes: list[int] = []
         self.read(tensor, codes)
         return codes[-1] >> 1
 
     def make(self, tensor: torch.Tensor) -> int:
-        """Give a new value to a tensor.
-
-        Args:
-            tensor: A result.
-
-        Returns:
-            The value.
-        """
+        """Give a new value to a tensor."""
         value = self._next
         self._next = value + 1
         self._by_identity[id(tensor)] = (weakref.ref(tensor), value)
         return value
 
     def make_view(self, tensor: torch.Tensor, connected: bool) -> int:
-        """Give a new value to the result of a view, which will come back under another identity.
-
-        Args:
-            tensor: The result as the operator gave it.
-            connected: Whether autograd will connect it.
-
-        Returns:
-            The value.
-        """
+        """Give a new value to the result of a view, which will come back under another identity."""
         value = self.make(tensor)
         # A tensor without memory of this kind is known by its identity alone.
         with suppress(RuntimeError, NotImplementedError):
@@ -99,14 +67,7 @@ class Values:
         return value
 
     def write(self, tensor: torch.Tensor) -> int:
-        """Give a new value to a tensor that was written to, and let everything that shares its memory know.
-
-        Args:
-            tensor: What was written to.
-
-        Returns:
-            The value.
-        """
+        """Give a new value to a tensor that was written to, and let everything that shares its memory know."""
         value = self.make(tensor)
         self._latest_write[_storage_of(tensor)] = value
         return value

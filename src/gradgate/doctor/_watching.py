@@ -22,8 +22,6 @@ from gradgate.doctor._naming import namespaces_of
 from gradgate.doctor._snapshot import Snapshot
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, BadStepError, BadStepWarning
 
-__all__ = ["Watch", "watch"]
-
 OnBad = Literal["raise", "warn", "skip"]
 Result = TypeVar("Result")
 

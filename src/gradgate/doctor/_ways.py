@@ -19,21 +19,13 @@ from gradgate.doctor._looking import is_readable, norm_of
 if TYPE_CHECKING:
     from gradgate.doctor._trace import Trace
 
-__all__ = ["LOSS", "Way", "ways_of"]
 
 LOSS = -2
 _BETWEEN = -3
 
 
 class Way:
-    """One tensor that one call read.
-
-    Args:
-        call: The call, as its place in `Trace.calls`, or `LOSS`.
-        node: The number of the node that made the tensor; -1 for a leaf.
-        leaf: The `id` of that leaf.
-        reads: How many times the call read it.
-    """
+    """One tensor that one call read."""
 
     __slots__ = ("_amount", "_sum", "_waiting", "call", "leaf", "node")
 
@@ -53,14 +45,7 @@ class Way:
         return self._amount
 
     def note(self, gradient: torch.Tensor) -> float | None:
-        """Note what came back for one read.
-
-        Args:
-            gradient: The gradient, or a part of it.
-
-        Returns:
-            Its norm, where it had to be worked out.
-        """
+        """Note what came back for one read."""
         self._waiting -= 1
         if not is_readable(gradient):
             if not gradient.numel():
@@ -85,17 +70,7 @@ class Way:
 
 
 def ways_of(trace: Trace, nodes: list[Any], started: list[Any]) -> dict[Any, dict[int, Way]]:
-    """Find the ways of a backward pass.
-
-    Args:
-        trace: What was seen of the forward pass; the ways are written there.
-        nodes: All nodes of the graph below the loss.
-        started: The nodes that the pass starts from.
-
-    Returns:
-        For each node that sends a gradient from one call to another: the way of each place among what it gives. A node
-        that the pass starts from, inside a call, has a way at -1, for what comes to it.
-    """
+    """Find the ways of a backward pass."""
     calls = _calls_of(trace, nodes)
     reads: Counter[tuple[int, Any, int]] = Counter()
     places: list[tuple[Any, int, tuple[int, Any, int]]] = []

@@ -14,8 +14,6 @@ from gradgate.doctor._case import Case, finding_at, module_of_names
 from gradgate.doctor._trace import ZeroGradient
 from gradgate.records import Finding, Severity
 
-__all__ = ["find_sizes", "find_zeros"]
-
 
 class Way(NamedTuple):
     """One way to lose a gradient: the beginnings of the names of its nodes, and what to say about it."""
@@ -78,14 +76,7 @@ _EXPLODED = 1e8
 
 
 def find_zeros(case: Case) -> Iterator[Finding]:
-    """Explain every parameter whose gradient is all zero.
-
-    Args:
-        case: The step.
-
-    Yields:
-        One finding for each line that made gradients zero.
-    """
+    """Explain every parameter whose gradient is all zero."""
     if case.exception is not None or case.trace.overwrites:
         return
     flow = case.flow
@@ -141,7 +132,7 @@ def _is_factor_that_learns(case: Case, zero: ZeroGradient) -> bool:
 
 def _finding(case: Case, zero: ZeroGradient, names: list[str]) -> Finding:
     op = case.trace.ops[zero.op]
-    where = op.place
+    where = op.location
     shown = where.expression if where is not None else op.operator.name
     way = next((way for way in _WAYS if zero.node_name.startswith(way.nodes)), _UNKNOWN)
     return finding_at(
@@ -156,14 +147,7 @@ def _finding(case: Case, zero: ZeroGradient, names: list[str]) -> Finding:
 
 
 def find_sizes(case: Case) -> Iterator[Finding]:
-    """Find layers whose gradient is out of all proportion.
-
-    Args:
-        case: The step.
-
-    Yields:
-        At most one finding for vanishing and one for exploding gradients.
-    """
+    """Find layers whose gradient is out of all proportion."""
     if case.exception is not None:
         return
     squares: defaultdict[str, float] = defaultdict(float)

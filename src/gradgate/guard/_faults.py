@@ -8,9 +8,8 @@ from typing import Literal
 import torch
 
 from gradgate._names import class_name, text_of
-from gradgate._places import raising_line
+from gradgate._source import raising_line, raising_spot
 from gradgate._torch_compat import ModuleCall, innermost_call
-from gradgate.guard._places import raising_spot
 from gradgate.records import Stage
 
 __all__ = ["Fault", "must_pass"]

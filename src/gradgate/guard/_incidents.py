@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from gradgate._names import module_path
 from gradgate._payload import LIMIT, encode
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import Fault
-from gradgate.guard._places import module_path
 from gradgate.guard._recovery import Dropped
 from gradgate.guard._tables import incident_line
 from gradgate.ledger import Ledger

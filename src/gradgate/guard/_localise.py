@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gradgate._source import definition_line
 from gradgate._torch_compat import ModuleCall
 from gradgate.guard._faults import Fault
 from gradgate.guard._observer import Observer, Open, Sighting
-from gradgate.guard._places import definition_line
 from gradgate.guard._scenes import Scenes, has_rows, untouched
 from gradgate.guard._search import Search, Test, Verdict, isolate, spread
 from gradgate.guard._tape import Tape

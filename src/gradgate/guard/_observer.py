@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from gradgate._places import Line, written
+from gradgate._source import Line, running_line, written
 from gradgate._torch_compat import ModuleCall, mixes_rows, watched_modules, write_mark
 from gradgate.guard._batches import batch_dim_of, index_of
 from gradgate.guard._finite import non_finite_rows, tensors_in
-from gradgate.guard._places import running_line
 
 __all__ = ["Answer", "Enough", "Observer", "Open", "Sighting"]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradgate._names import text_of
+from gradgate._source import raising_spot
 from gradgate._torch_compat import ModuleCall, write_mark
 from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError
@@ -21,7 +22,6 @@ from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, taking
 from gradgate.guard._faults import Fault, must_pass
 from gradgate.guard._finite import leaves_in, non_finite_rows, tensors_in
 from gradgate.guard._observer import Enough
-from gradgate.guard._places import raising_spot
 from gradgate.guard._search import Group, Test, Verdict
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tape import Tape

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from gradgate._names import class_name, text_of
-from gradgate._places import raising_line
+from gradgate._source import raising_line
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Incident
 

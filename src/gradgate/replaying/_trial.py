@@ -11,7 +11,7 @@ import torch
 
 from gradgate._names import class_name, describe, listed
 from gradgate._payload import Fields
-from gradgate._places import raising_line
+from gradgate._source import raising_line
 from gradgate._torch_compat import leaf_of, nodes_below
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Stage

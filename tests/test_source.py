@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import default_collate
 
 import gradgate
-from gradgate._places import Owner, nearest_line, owner_of, raising_line, shown_path, written
+from gradgate._source import Owner, nearest_line, owner_of, raising_line, shown_path, written
 
 PACKAGE = f"{sysconfig.get_path('purelib')}/somebody/layers.py"
 GRADGATE = os.path.dirname(gradgate.__file__)

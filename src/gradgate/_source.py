@@ -1,0 +1,302 @@
+"""Lines of source code: whose they are, which one a message names, where a frame stands, and what is written there."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from functools import lru_cache
+from itertools import islice
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+Line = tuple[str, int]
+
+
+# --- whose code a file holds ------------------------------------------------------------------------------------------
+
+
+class Owner(Enum):
+    """Whose code a file holds."""
+
+    USER = "the user"
+    PACKAGE = "an installed package"
+    PYTHON = "the standard library, or code that Python generates itself"
+    TORCH = "torch"
+    OURS = "gradgate"
+
+
+def _folder(path: str) -> str:
+    return f"{os.path.abspath(path)}{os.sep}"
+
+
+_OURS = _folder(os.path.dirname(__file__))
+# The demonstration ships with the package, but what it shows is a user's training.
+_DEMO = _folder(os.path.join(_OURS, "cli", "demo"))
+_TORCH = _folder(os.path.dirname(torch.__file__))
+_PYTHON = _folder(sysconfig.get_path("stdlib"))
+_PACKAGES = tuple({_folder(sysconfig.get_path(name)) for name in ("purelib", "platlib")})
+_GENERATED = ("<frozen", "<string>", "<__array_function__")
+
+
+@lru_cache(maxsize=4096)
+def owner_of(file: str) -> Owner:
+    """Return whose code a file holds; a notebook cell and executed text under a name of its own are the user's."""
+    if file.startswith(_OURS):
+        return Owner.USER if file.startswith(_DEMO) else Owner.OURS
+    if file.startswith(_TORCH):
+        return Owner.TORCH
+    if file.startswith(_PACKAGES):
+        return Owner.PACKAGE
+    return Owner.PYTHON if file.startswith((_PYTHON, *_GENERATED)) else Owner.USER
+
+
+# --- the line that a message names ------------------------------------------------------------------------------------
+
+
+def shown_path(file: str) -> str:
+    """Return a path as messages show it: relative if it lies below the working directory."""
+    return file.removeprefix(f"{os.getcwd()}{os.sep}")
+
+
+def written(line: Line) -> str:
+    """Write a line as "path.py:12"."""
+    return f"{shown_path(line[0])}:{line[1]}"
+
+
+def nearest_line(lines: Iterable[Line]) -> Line | None:
+    """Choose from a stack, innermost first, the first line of the user, else of a package or of Python."""
+    other = None
+    for line in lines:
+        owner = owner_of(line[0])
+        if owner is Owner.USER:
+            return line
+        if other is None and owner in (Owner.PACKAGE, Owner.PYTHON):
+            other = line
+    return other
+
+
+def raising_line(traceback: TracebackType | None) -> str | None:
+    """Return the innermost line of the user's code that an exception passed through, as "path.py:12"."""
+    lines = []
+    while traceback is not None:
+        lines.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    chosen = nearest_line(reversed(lines))
+    return None if chosen is None else written(chosen)
+
+
+def raising_spot(traceback: TracebackType | None) -> Line | None:
+    """Return the innermost line of any code, to compare the origins of two exceptions."""
+    spot = None
+    while traceback is not None:
+        spot = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return spot
+
+
+def running_line() -> Line | None:
+    """Return the innermost line of the user's code that is running now."""
+    return nearest_line(_lines_from(sys._getframe(1)))
+
+
+def _lines_from(frame: FrameType | None) -> Iterator[Line]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def definition_line(function: Callable[..., Any]) -> str | None:
+    """Return the line where a function is defined, as "path.py:12"."""
+    code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
+    line = None if code is None else nearest_line([(code.co_filename, code.co_firstlineno)])
+    return None if line is None else written(line)
+
+
+# --- a position in running code ---------------------------------------------------------------------------------------
+
+
+class Location(NamedTuple):
+    """A position in running code. File, line and expression are worked out only when a message needs them."""
+
+    code: CodeType
+    instruction: int  # as in `frame.f_lasti`
+
+    @property
+    def file(self) -> str:
+        """The file as Python knows it."""
+        return self.code.co_filename
+
+    @property
+    def line(self) -> int:
+        """The line number."""
+        return _span(self)[0]
+
+    @property
+    def text(self) -> str:
+        """The location as "path.py:12"."""
+        return written((self.file, self.line))
+
+    @property
+    def source(self) -> str:
+        """The text of the line."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def expression(self) -> str:
+        """The expression that ran, if it lies on one line; else the line."""
+        line, end_line, start, end = _span(self)
+        if end_line != line or start is None or end is None:
+            return self.source
+        text = linecache.getline(self.file, line).encode()[start:end].decode(errors="replace").strip()
+        return text or self.source
+
+
+@lru_cache(maxsize=4096)
+def _span(location: Location) -> tuple[int, int | None, int | None, int | None]:
+    span = next(islice(location.code.co_positions(), location.instruction // 2, None), None)
+    line = location.code.co_firstlineno if span is None or span[0] is None else span[0]
+    return (line, span[1], span[2], span[3]) if span is not None else (line, None, None, None)
+
+
+class SourceLine(NamedTuple):
+    """A line of a file, with the same properties as a `Location`."""
+
+    file: str
+    line: int
+
+    @property
+    def text(self) -> str:
+        """The line as "path.py:12"."""
+        return written(self)
+
+    @property
+    def source(self) -> str:
+        """The text of the line."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def expression(self) -> str:
+        """The text of the line without its comment."""
+        return self.source.partition("#")[0].strip()
+
+
+@lru_cache(maxsize=4096)
+def is_foreign(file: str) -> bool:
+    """Return whether a file belongs to torch, gradgate or the standard library, not to the user or a library in use."""
+    return owner_of(file) in (Owner.OURS, Owner.TORCH, Owner.PYTHON)
+
+
+def locate(frame: FrameType | None) -> Location | None:
+    """Return the innermost frame of the user; None if no frame is the user's."""
+    while frame is not None:
+        if not is_foreign(frame.f_code.co_filename):
+            return Location(frame.f_code, frame.f_lasti)
+        frame = frame.f_back
+    return None
+
+
+def locate_traceback(traceback: TracebackType | None) -> Location | None:
+    """Return the innermost frame of the user in a traceback."""
+    found = None
+    while traceback is not None:
+        if not is_foreign(traceback.tb_frame.f_code.co_filename):
+            found = Location(traceback.tb_frame.f_code, traceback.tb_lasti)
+        traceback = traceback.tb_next
+    return found
+
+
+# --- what is written in a file ----------------------------------------------------------------------------------------
+
+_MODES = ("no_grad", "enable_grad", "inference_mode")
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: str, size: int) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # a notebook cell with magics, or a file that has changed
+        return None
+
+
+def _called_name(node: ast.expr) -> str:
+    """Return the dotted name that an expression calls or is, such as "torch.no_grad"."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    try:
+        return ast.unparse(node)
+    except (ValueError, RecursionError):
+        return ""
+
+
+def region_header(location: Location, names: tuple[str, ...]) -> SourceLine | None:
+    """Find the innermost `with` line or decorator around a location that calls one of these functions."""
+    return _header(location.file, len(linecache.getlines(location.file)), location.line, names)
+
+
+@lru_cache(maxsize=1024)
+def _header(file: str, size: int, line: int, names: tuple[str, ...]) -> SourceLine | None:
+    tree = _parsed(file, size)
+    found = None
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            headers = [item.context_expr for item in node.items]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            headers = node.decorator_list
+        else:
+            continue
+        if not node.lineno <= line <= (node.end_lineno or node.lineno):
+            continue
+        for header in headers:
+            if _called_name(header).rpartition(".")[2] in names:
+                found = SourceLine(file, header.lineno)
+    return found
+
+
+def definition(code: CodeType) -> SourceLine:
+    """Find the line of a function's `def`, below its decorators."""
+    line = code.co_firstlineno
+    lines = linecache.getlines(code.co_filename)
+    while line < len(lines) and not lines[line - 1].lstrip().startswith(("def ", "async def ", "lambda")):
+        line += 1
+    return SourceLine(code.co_filename, line)
+
+
+def _names_of_torch(tree: ast.Module) -> set[str]:
+    """Return the names by which a file may call torch's modes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == "torch":
+                    found |= {f"{alias.asname or 'torch'}.{mode}" for mode in _MODES}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.autograd"):
+            found |= {alias.asname or alias.name for alias in node.names if alias.name in _MODES}
+    return found
+
+
+def modes_without_effect(file: str) -> tuple[tuple[SourceLine, ...], tuple[SourceLine, ...]]:
+    """Find `torch.no_grad()` alone on a line, and torch's mode decorators on `async def`: neither does anything."""
+    return _modes_without_effect(file, len(linecache.getlines(file)))
+
+
+@lru_cache(maxsize=256)
+def _modes_without_effect(file: str, size: int) -> tuple[tuple[SourceLine, ...], tuple[SourceLine, ...]]:
+    tree = _parsed(file, size)
+    bare: list[SourceLine] = []
+    decorated: list[SourceLine] = []
+    if tree is not None:
+        names = _names_of_torch(tree)
+        switches = names | {name.replace("no_grad", "set_grad_enabled") for name in names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called_name(node.value) in names:
+                bare.append(SourceLine(file, node.lineno))
+            elif isinstance(node, ast.AsyncFunctionDef):
+                decorated += [SourceLine(file, d.lineno) for d in node.decorator_list if _called_name(d) in switches]
+    return tuple(bare), tuple(decorated)
