@@ -50,7 +50,7 @@ def test_the_line_of_an_exception():
 
     with pytest.raises(TypeError) as caught:
         collate()
-    assert raising_line(caught.tb) == f"tests/test_places.py:{collate.__code__.co_firstlineno + 1}"
+    assert raising_line(caught.tb) == f"tests/test_source.py:{collate.__code__.co_firstlineno + 1}"
     assert raising_line(None) is None
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
