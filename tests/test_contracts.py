@@ -90,11 +90,11 @@ def test_every_differentiable_name_is_in_the_truth_table():
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
-def test_no_file_is_over_400_lines(folder):
+def test_no_file_is_over_900_lines(folder):
     long = {
         str(p.relative_to(ROOT)): n
         for p in (ROOT / folder).rglob("*.py")
-        if (n := len(p.read_text().splitlines())) > 400
+        if (n := len(p.read_text().splitlines())) > 900
     }
     assert not long
 

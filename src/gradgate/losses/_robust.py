@@ -9,16 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from numbers import Real
+from typing import Any, TypeAlias
 
 import torch
 
-from gradgate._checks import check_fits, check_tensor
+from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.losses._reducing import Reduction
-from gradgate.losses._residuals import Scale, floating, of_residual
+from gradgate.gates import straight_through
+from gradgate.losses._reducing import (
+    Reduction,
+    check_reduction,
+    check_weights,
+    narrowed,
+    over_elements,
+    reduced,
+    wide_dtype,
+)
 
-__all__ = ["barron", "cauchy", "charbonnier", "geman_mcclure", "huber", "robust_weights", "tukey", "welsch"]
+Scale: TypeAlias = float | torch.Tensor
 
 
 def huber(
@@ -56,11 +65,10 @@ def huber(
     """
 
     def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
-        size = r.abs()
-        small = torch.minimum(size, torch.as_tensor(s, dtype=r.dtype, device=r.device))
-        return small * (size - small / 2)
+        small = torch.clamp(r, -s, s)  # type: ignore[arg-type]  # torch's types have no union here
+        return small * (r - small / 2)
 
-    return of_residual(rho, residual, scale, keep, weights, reduction, function="losses.huber")
+    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.huber")
 
 
 def cauchy(
@@ -93,8 +101,8 @@ def cauchy(
         >>> gg.losses.cauchy(torch.tensor([0.0, 1.0]), reduction="none")
         tensor([0.0000, 0.3466])
     """
-    return of_residual(
-        lambda r, s: s**2 / 2 * torch.log1p((r / s) ** 2),
+    return _of_residual(
+        lambda r, s: s**2 / 2 * _log1p_square(r / s),
         residual,
         scale,
         keep,
@@ -134,8 +142,8 @@ def welsch(
         >>> gg.losses.welsch(torch.tensor([0.0, float("inf")]), reduction="none")
         tensor([0.0000, 0.5000])
     """
-    return of_residual(
-        lambda r, s: -(s**2) / 2 * torch.expm1(-_square(r / s)),
+    return _of_residual(
+        lambda r, s: -(s**2) / 2 * _expm1(-_square(r / s)),
         residual,
         scale,
         keep,
@@ -177,10 +185,11 @@ def geman_mcclure(
     """
 
     def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
-        # 1 - 1 / (1 + z) instead of z / (1 + z): the same, without infinity over infinity.
-        return s**2 / 2 * (1 - 1 / (1 + _square(r / s)))
+        z = _square(r / s)
+        small = z.detach()
+        return s**2 / 2 * straight_through(small / (1 + small), 1 - 1 / (1 + z))
 
-    return of_residual(rho, residual, scale, keep, weights, reduction, function="losses.geman_mcclure")
+    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.geman_mcclure")
 
 
 def tukey(
@@ -213,15 +222,14 @@ def tukey(
         >>> gg.losses.tukey(torch.tensor([0.5, 100.0]), reduction="none")
         tensor([0.0964, 0.1667])
     """
-    return of_residual(
-        lambda r, s: s**2 / 6 * (1 - (1 - (r / s).clamp(-1, 1) ** 2) ** 3),
-        residual,
-        scale,
-        keep,
-        weights,
-        reduction,
-        function="losses.tukey",
-    )
+
+    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+        z = (r / s).clamp(-1, 1)
+        size = z.detach()
+        rest = straight_through((1 - size) * (1 + size), 1 - z**2)
+        return s**2 / 6 * straight_through(size**2 * (3 - 3 * size**2 + size**4), 1 - rest**3)
+
+    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.tukey")
 
 
 def charbonnier(
@@ -256,11 +264,11 @@ def charbonnier(
     """
 
     def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
-        # z / (sqrt(1 + z) + 1) is sqrt(1 + z) - 1 without losing the small ones; nor is z, a square, made of the large.
-        size = r / s
-        return s**2 * (size * (size / (torch.hypot(size, size.new_ones(())) + 1)))
+        root = torch.hypot(r / s, r.new_ones(()))
+        size = (r / s).detach()
+        return s**2 * straight_through(size * (size / (root.detach() + 1)), root - 1)
 
-    return of_residual(rho, residual, scale, keep, weights, reduction, function="losses.charbonnier")
+    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.charbonnier")
 
 
 def barron(
@@ -323,10 +331,15 @@ def barron(
     def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
         shape = torch.as_tensor(alpha, dtype=r.dtype, device=r.device)
         b = (shape - 2).abs().clamp(min=1e-3)
-        logarithm = torch.log1p((r / s) ** 2 / b)
-        return s**2 * b / 2 * logarithm * _exponential_quotient(shape / 2 * logarithm)
+        logarithm = _log1p_square(r / s / b.sqrt())
+        t = shape / 2 * logarithm
+        # (exp(t) - 1) / alpha, by its series where alpha or the residual is near 0.
+        near = t.abs() < 1e-3
+        series = logarithm / 2 * (1 + t / 2 * (1 + t / 3 * (1 + t / 4)))
+        away = _expm1(torch.where(near, 1, t)) / torch.where(near, 1, shape)
+        return s**2 * b * torch.where(near, series, away)
 
-    return of_residual(rho, residual, scale, keep, weights, reduction, function="losses.barron")
+    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.barron")
 
 
 def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *, scale: Scale = 1.0) -> torch.Tensor:
@@ -356,20 +369,79 @@ def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *,
         )
     check_tensor(residual, name="residual", function="losses.robust_weights")
     with torch.enable_grad():
-        leaf = floating(residual.detach()).clone().requires_grad_()
+        dtype = residual.dtype if residual.is_floating_point() else torch.get_default_dtype()
+        leaf = residual.detach().to(dtype, copy=True).requires_grad_()
         (slope,) = torch.autograd.grad(loss(leaf, scale=scale, reduction="sum"), leaf)
     return torch.where(residual == 0, 1, slope / torch.where(residual == 0, 1, residual.detach()))
 
 
-def _square(r: torch.Tensor) -> torch.Tensor:
-    """Square, with 0 for the slope where the square would be infinite."""
-    limit = math.sqrt(torch.finfo(r.dtype).max)
-    return r.clamp(-limit, limit) ** 2
+# --- formulas that are exact near 0 and far out -----------------------------------------------------------------------
+# Where no single formula is exact in both value and slope, straight_through combines the value of one with the slope of
+# another.
 
 
-def _exponential_quotient(t: torch.Tensor) -> torch.Tensor:
-    """Give (exp(t) - 1) / t, which is 1 at 0, smoothly."""
-    small = t.abs() < 1e-3
-    series = 1 + t / 2 * (1 + t / 3 * (1 + t / 4))
-    away = torch.where(small, 1, t)
-    return torch.where(small, series, torch.expm1(away) / away)
+def _square(z: torch.Tensor) -> torch.Tensor:
+    """Square, with a slope of 0 where the square would be infinite."""
+    limit = math.sqrt(torch.finfo(z.dtype).max)
+    return z.clamp(-limit, limit) ** 2
+
+
+def _log1p_square(z: torch.Tensor) -> torch.Tensor:
+    """Give log(1 + z^2), also where the square would be infinite."""
+    size, limit = z.detach().abs(), torch.finfo(z.dtype).max
+    value = torch.where(size < math.sqrt(limit), torch.log1p(size**2), 2 * size.log())
+    return straight_through(value, 2 * torch.hypot(z.clamp(-limit, limit), z.new_ones(())).log())
+
+
+def _expm1(t: torch.Tensor) -> torch.Tensor:
+    """Give exp(t) - 1 with the slope exp(t); that of torch.expm1 is (exp(t) - 1) + 1, which is noise far below 0."""
+    return straight_through(torch.expm1(t.detach()), t.exp() - 1)
+
+
+# --- what all of them do with a residual before and after their formula -----------------------------------------------
+
+
+def _of_residual(
+    rho: Callable[[torch.Tensor, Scale], torch.Tensor],
+    residual: torch.Tensor,
+    scale: Scale,
+    keep: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    reduction: Reduction,
+    *,
+    function: str,
+) -> torch.Tensor:
+    """Apply a formula to residuals and reduce; what is left out is replaced by 0 before the formula sees it."""
+    if check_tensor(residual, name="residual", function=function).is_complex():
+        raise ArgumentTypeError(
+            f"{function}(): `residual` is {describe(residual)}.",
+            why="a residual has a size and a sign.",
+            fix=f"{function}(residual.abs(), ...)",
+        )
+    check_reduction(reduction, function=function)
+    number: Any = scale
+    if not isinstance(number, torch.Tensor) and not (isinstance(number, Real) and float(number) > 0):
+        raise ArgumentValueError(
+            f"{function}(): `scale` is {describe(scale)}.",
+            why="it is the size at which a residual counts as large.",
+            fix="scale=1.0   # or 1.4826 * the median absolute residual",
+        )
+    if isinstance(scale, torch.Tensor):
+        scale = _wide(check_fits(scale, residual, name="scale", function=function))
+    kept = _without_left_out(_wide(residual), keep, weights, function)
+    return narrowed(reduced(rho(kept, scale), keep, weights, reduction, function=function), residual)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(wide_dtype(x))
+
+
+def _without_left_out(
+    residual: torch.Tensor, keep: torch.Tensor | None, weights: torch.Tensor | None, function: str
+) -> torch.Tensor:
+    if keep is not None:
+        mask = check_keep(over_elements(keep, residual, function=function), residual, function=function)
+        residual = torch.where(mask, residual, 0)
+    if weights is not None:
+        residual = torch.where(check_weights(weights, residual, function=function) != 0, residual, 0)
+    return residual
