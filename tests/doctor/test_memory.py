@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradgate.doctor._memory import overlaps, region_of
+from gradgate.doctor._trace import overlaps, region_of
 
 DTYPES = [torch.float32, torch.float64, torch.int16, torch.uint8, torch.bool]
 

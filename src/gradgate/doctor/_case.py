@@ -1,19 +1,99 @@
-"""One case: everything that the rules may ask about a step that is over."""
+"""One step as the rules see it, with the names of its parameters, modules and tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from gradgate._source import Location, SourceLine, locate_traceback
-from gradgate.doctor._flow import Flow
-from gradgate.doctor._gradients import Gradient
-from gradgate.doctor._naming import Names
-from gradgate.doctor._trace import Op, Raised, Trace
+from gradgate._torch_compat import without_compiled_wrappers
+from gradgate.doctor._numerics import Gradient
+from gradgate.doctor._trace import Flow, Op, Raised, Trace
 from gradgate.records import Finding, Severity
+
+SEVERITIES = ("error", "warning", "info")
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def namespaces_of(function: Callable[..., Any]) -> list[Mapping[str, Any]]:
+    """Return the variables that a function sees: those that it closes over, then the globals of its module."""
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    closed = {}
+    for name, cell in zip(code.co_freevars if code else (), cells, strict=False):
+        try:
+            closed[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return [closed, getattr(function, "__globals__", {})]
+
+
+class Names:
+    """Knows the names of one step."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        modules: Iterable[torch.nn.Module] = (),
+        namespaces: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        self._spaces = list(namespaces)
+        self._modules: dict[int, str] = {}
+        self._tensors: dict[int, str] = {}
+        self._roots: list[tuple[torch.nn.Module, str]] = []
+        self._has_model = model is not None
+        if model is not None:
+            self._add(without_compiled_wrappers(model), "")
+        for module in modules:
+            module = without_compiled_wrappers(module)
+            if id(module) not in self._modules:
+                self._add(module, self.variable(module) or type(module).__name__)
+
+    def _add(self, root: torch.nn.Module, prefix: str) -> None:
+        self._roots.append((root, prefix))
+        for path, module in root.named_modules(prefix=prefix):
+            self._modules.setdefault(id(module), path)
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self._tensors.setdefault(id(value), f"{path}.{name}" if path else name)
+        for tensors in (root.named_parameters(prefix=prefix), root.named_buffers(prefix=prefix)):
+            for path, tensor in tensors:
+                self._tensors.setdefault(id(tensor), path)
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Return every module of the model, or of those that were called where there is none, with its path."""
+        for root, prefix in self._roots[: 1 if self._has_model else None]:
+            yield from root.named_modules(prefix=prefix)
+
+    def has_tensor(self, number: int) -> bool:
+        """Return whether a tensor belongs to a module: a parameter, a buffer or an attribute."""
+        return number in self._tensors
+
+    def variable(self, thing: object) -> str | None:
+        """Return the name of the user's variable that holds a thing."""
+        for space in self._spaces:
+            for name, value in list(space.items()):
+                if value is thing and not name.startswith("__"):
+                    return name
+        return None
+
+    def of_module(self, module: torch.nn.Module | None) -> str | None:
+        """Return the path of a module."""
+        if module is None:
+            return None
+        return self._modules.get(id(module), "") or type(without_compiled_wrappers(module)).__name__
+
+    def of_tensor(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of a tensor."""
+        return self._tensors.get(id(tensor)) or self.variable(tensor)
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -32,12 +112,12 @@ class Case:
 
     @cached_property
     def flow(self) -> Flow:
-        """Give the flow of values."""
+        """Return the flow of values."""
         return Flow(self.trace)
 
     @cached_property
     def values_of(self) -> dict[int, list[int]]:
-        """Give the values that each leaf held when it was first read, by the leaf's `id`."""
+        """Return the values that each leaf held when it was first read, by the leaf's `id`."""
         found: dict[int, list[int]] = {}
         for value, root in self.trace.roots.items():
             found.setdefault(root.number, []).append(value)
@@ -45,7 +125,7 @@ class Case:
 
     @property
     def errors(self) -> list[Raised]:
-        """Give what calls of torch raised, also where the user caught it, and last what ended the step."""
+        """Return what calls of torch raised, also where the user caught it, and last what ended the step."""
         error = self.exception
         raised = list(self.trace.raised)
         if error is not None and not any(str(error) == other.text for other in raised):
@@ -54,15 +134,15 @@ class Case:
         return raised
 
     def severity_of(self, error: Raised) -> Severity:
-        """Give how bad it is that a call raised: the user may have caught it, and then it is a warning."""
+        """Return how bad it is that a call raised: the user may have caught it, and then it is a warning."""
         return "error" if self.exception is not None and str(self.exception) == error.text else "warning"
 
     def gradient(self, parameter: torch.Tensor) -> Gradient:
-        """Give the gradient of a parameter."""
+        """Return the gradient of a parameter."""
         return self.gradients.get(id(parameter), Gradient(present=False))
 
     def module(self, op: Op) -> str | None:
-        """Give the path of the module that an operation ran in."""
+        """Return the path of the module that an operation ran in."""
         return self.names.of_module(op.module)
 
 
@@ -96,7 +176,7 @@ def finding_at(
 
 
 def module_of_names(names: list[str]) -> str | None:
-    """Give the longest path that parameters have in common."""
+    """Return the longest path that parameters have in common."""
     parts = [name.split(".")[:-1] for name in names]
     common = []
     for level in zip(*parts, strict=False):

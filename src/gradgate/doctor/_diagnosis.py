@@ -4,18 +4,51 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from gradgate.doctor._case import SEVERITIES
 from gradgate.doctor._graph import Graph, Layer
-from gradgate.doctor._terminal import lines_of
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 from gradgate.report import write_page
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
+
+
+def lines_of(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, str]]:
+    """Write findings."""
+    if healthy:
+        notes = f", {len(findings)} note{'s' if len(findings) > 1 else ''}" if findings else ""
+        yield f"healthy: nothing to say about this step{notes}", "bold green"
+    for finding in findings:
+        yield "", ""
+        yield f"{finding.severity} {finding.code}: {finding.title}", _STYLES[finding.severity]
+        if finding.where:
+            yield f"  --> {finding.where}{f'   in {finding.module}' if finding.module else ''}", "blue"
+            if finding.source:
+                yield f"      {finding.source}", "bold"
+        elif finding.module:
+            yield f"  --> in {finding.module}", "blue"
+        for place in finding.also:
+            yield f"      see also {place}", "dim"
+        if finding.samples:
+            shown = ", ".join(str(row) for row in finding.samples[:10])
+            yield f"  samples: {shown}{', ...' if len(finding.samples) > 10 else ''}", ""
+        for label, text in (("why", finding.reason), ("fix", finding.fix)):
+            for number, line in enumerate(text.splitlines()):
+                yield f"  {label + ': ' if not number else '     '}{line}", "green" if label == "fix" else ""
+
+
+# --- the diagnosis ----------------------------------------------------------------------------------------------------
+
 
 _VERSION = 1
 
@@ -47,11 +80,11 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Tell whether there is neither an error nor a warning; notes may be there."""
+        """Return whether there is neither an error nor a warning; notes may be there."""
         return self.exception is None and all(finding.severity == "info" for finding in self.findings)
 
     def at_least(self, severity: str) -> tuple[Finding, ...]:
-        """Give the findings of a severity or worse.
+        """Return the findings of a severity or worse.
 
         Args:
             severity: "error", "warning" or "info".
@@ -66,17 +99,16 @@ class Diagnosis:
             >>> gg.doctor.Diagnosis().at_least("error")
             ()
         """
-        order = ("error", "warning", "info")
-        if severity not in order:
+        if severity not in SEVERITIES:
             raise ArgumentValueError(
                 f"at_least(): `severity` is {severity!r}.",
                 why='it is one of "error", "warning" and "info".',
                 fix='diagnosis.at_least("error")',
             )
-        return tuple(f for f in self.findings if order.index(f.severity) <= order.index(severity))
+        return tuple(f for f in self.findings if SEVERITIES.index(f.severity) <= SEVERITIES.index(severity))
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all of it as plain values, as `to_json` writes them.
+        """Return all of it as plain values, as `to_json` writes them.
 
         Returns:
             A dictionary of dictionaries, lists, texts and numbers.

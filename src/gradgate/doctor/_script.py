@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradgate.doctor._case import SEVERITIES
+from gradgate.doctor._diagnose import Tracing
 from gradgate.doctor._diagnosis import Diagnosis
-from gradgate.doctor._finite import all_finite
-from gradgate.doctor._tracing import Tracing
+from gradgate.doctor._watch import all_finite
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 
@@ -177,7 +178,7 @@ def examine_script(
 
 
 def _order(finding: Finding) -> int:
-    return ("error", "warning", "info").index(finding.severity)
+    return SEVERITIES.index(finding.severity)
 
 
 def _show(error: BaseException) -> None:

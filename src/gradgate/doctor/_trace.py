@@ -1,20 +1,149 @@
-"""What the tracer writes down: plain records that the rules read when the step is over.
+"""The records that the tracer writes and the rules read, and how values flow through them.
 
-A *value* is a number that stands for what a tensor held at one time: each result has its own, and a tensor that was
-written to has a new one. The numbers connect the operations: who made what, who used it.
+A *value* is a number that stands for the content of a tensor at one time: each result has its own, and a tensor that
+was written to gets a new one. The numbers connect the operations: which one computed a value, which ones read it.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from gradgate._source import Location
-from gradgate.doctor._memory import Region
-from gradgate.doctor._operators import Operator
-from gradgate.doctor._ways import Way
+from gradgate._torch_compat import schema_of
+
+if TYPE_CHECKING:
+    from gradgate.doctor._backward_hooks import GradientPath
+
+# --- memory: which bytes a tensor covers ------------------------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """The memory of a tensor."""
+
+    storage: int
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    size: int
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """Describe the memory of a tensor."""
+    try:
+        storage = tensor.untyped_storage().data_ptr()
+        return Region(storage, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
+    except (RuntimeError, NotImplementedError):
+        return Region(0, 0, (), (), 1)
+
+
+def overlaps(one: Region, other: Region) -> bool:
+    """Return whether two tensors share at least one byte."""
+    if not one.storage or one.storage != other.storage or 0 in one.shape or 0 in other.shape:
+        return False
+    first, last = _byte_range(one)
+    begin, end = _byte_range(other)
+    if last <= begin or end <= first:
+        return False
+    if _is_dense(one) and _is_dense(other):
+        return True
+    low, high = min(first, begin), max(last, end)
+    marks = torch.zeros(high - low, dtype=torch.bool)
+    _bytes(marks, one, low).fill_(True)
+    return bool(_bytes(marks, other, low).any())
+
+
+def _byte_range(region: Region) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(region.shape, region.stride, strict=True))
+    return region.start, region.start + (reach + 1) * region.size
+
+
+def _is_dense(region: Region) -> bool:
+    first, last = _byte_range(region)
+    return last - first == math.prod(region.shape) * region.size
+
+
+def _bytes(marks: torch.Tensor, region: Region, low: int) -> torch.Tensor:
+    strides = [stride * region.size for stride in region.stride]
+    return marks.as_strided((*region.shape, region.size), (*strides, 1), region.start - low)
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+# Reading these says nothing about where a value was made: what they give has no values yet, or the old ones.
+_SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_"}
+_KEEPS_ARGUMENTS = {
+    *("gt", "ge", "lt", "le", "eq", "ne", "pow", "pow_", "clamp", "clamp_min", "clamp_max", "native_batch_norm"),
+    *("cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "_to_copy", "to", "div", "div_"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator, as the tracer needs it."""
+
+    name: str
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    view: bool
+    silent: bool
+    zeroes: bool
+    unscales: bool
+    keeps_arguments: bool
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+        """Return the tensors that a call writes to."""
+        named = (kwargs[name] for name in self.written_names if name in kwargs)
+        for target in (*(args[position] for position in self.written if position < len(args)), *named):
+            if isinstance(target, torch.Tensor):
+                yield target
+            elif isinstance(target, (list, tuple)):
+                yield from (tensor for tensor in target if isinstance(tensor, torch.Tensor))
+
+
+_known: dict[Any, Operator] = {}
+
+
+def operator_of(func: Any) -> Operator:
+    """Describe an operator."""
+    known = _known.get(func)
+    if known is None:
+        known = _known[func] = _read_schema(func)
+    return known
+
+
+def _read_schema(func: Any) -> Operator:
+    schema = schema_of(func)
+    space, _, name = schema.name.partition("::")
+    arguments = schema.arguments
+    written = [
+        (position, argument)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    returns = [result.alias_info for result in schema.returns if result.alias_info is not None]
+    return Operator(
+        name=name,
+        written=tuple(position for position, argument in written if not argument.kwarg_only),
+        written_names=tuple(argument.name for _, argument in written),
+        view=bool(returns) and not written,
+        silent=name in _SILENT or (space not in ("aten", "prims") and not schema.returns),
+        zeroes=name in ("zero_", "_foreach_zero_"),
+        unscales=name == "_amp_foreach_non_finite_check_and_unscale_",
+        keeps_arguments=name in _KEEPS_ARGUMENTS,
+    )
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 class Op(NamedTuple):
@@ -166,7 +295,7 @@ class Trace:
     bad: list[BadValue] = field(default_factory=list)
     spoiled: set[int] = field(default_factory=set)
     calls: list[Call] = field(default_factory=list)
-    ways: list[Way] = field(default_factory=list)
+    paths: list[GradientPath] = field(default_factory=list)
     zeros: list[ZeroGradient] = field(default_factory=list)
     overwrites: list[Overwrite] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
@@ -182,3 +311,220 @@ class Trace:
     gradients_left: bool = False
     recording_at_start: bool = True
     recording_at_end: bool = True
+
+
+# --- numbers for values -----------------------------------------------------------------------------------------------
+
+
+_SMALL = 64
+
+
+class Values:
+    """Knows the value of each tensor that the tracer has met.
+
+    A tensor is known by its identity. Autograd gives views a new identity on their way up, so the result of a view is
+    also known by its memory, shape, strides and whether it is connected.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._next = 0
+        self._by_identity: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._by_memory: dict[tuple[int, torch.Size, tuple[int, ...], bool], int] = {}
+        self._latest_write: dict[int, int] = {}
+        self.unconnected: set[int] = set()
+
+    def read(self, tensor: torch.Tensor, codes: list[int]) -> None:
+        """Record that an operation reads a tensor."""
+        known = self._by_identity.get(id(tensor))
+        connected = tensor.requires_grad
+        value = known[1] if known is not None and known[0]() is tensor else self._adopt(tensor, connected)
+        codes.append(2 * value + connected)
+        if connected and value in self.unconnected:
+            # Made where autograd does not look, and yet connected: a Function's result, or a leaf made of it.
+            self.unconnected.discard(value)
+            if tensor.grad_fn is not None:
+                self.trace.rejoined[value] = tensor.grad_fn
+            elif not tensor._is_view():  # a view of a leaf, made inside no_grad, only looks like a leaf
+                self._add_root(tensor, value)
+        if self._latest_write:
+            write = self._latest_write.get(_storage_of(tensor))
+            if write is not None and write > value:
+                codes.append(2 * write + connected)
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """Return the value that a tensor holds now."""
+        codes: list[int] = []
+        self.read(tensor, codes)
+        return codes[-1] >> 1
+
+    def make(self, tensor: torch.Tensor) -> int:
+        """Return a new value to a tensor."""
+        value = self._next
+        self._next = value + 1
+        self._by_identity[id(tensor)] = (weakref.ref(tensor), value)
+        return value
+
+    def make_view(self, tensor: torch.Tensor, connected: bool) -> int:
+        """Return a new value to the result of a view, which will come back under another identity."""
+        value = self.make(tensor)
+        # A tensor without memory of this kind is known by its identity alone.
+        with suppress(RuntimeError, NotImplementedError):
+            self._by_memory[tensor.data_ptr(), tensor.shape, tensor.stride(), connected] = value
+        return value
+
+    def write(self, tensor: torch.Tensor) -> int:
+        """Return a new value to a tensor that was written to, and let everything that shares its memory know."""
+        value = self.make(tensor)
+        self._latest_write[_storage_of(tensor)] = value
+        return value
+
+    def _adopt(self, tensor: torch.Tensor, connected: bool) -> int:
+        try:
+            value = self._by_memory.get((tensor.data_ptr(), tensor.shape, tensor.stride(), connected))
+        except (RuntimeError, NotImplementedError):
+            value = None
+        if value is None:
+            value = self._next
+            self._next = value + 1
+            self._add_root(tensor, value)
+        self._by_identity[id(tensor)] = (weakref.ref(tensor), value)
+        return value
+
+    def _add_root(self, tensor: torch.Tensor, value: int) -> None:
+        leaf, connected, inference = tensor.is_leaf, tensor.requires_grad, tensor.is_inference()
+        keep = leaf and (connected or inference or tensor.numel() <= _SMALL)
+        self.trace.roots[value] = Root(
+            tensor if keep else None, id(tensor), leaf, connected, inference, tuple(tensor.shape)
+        )
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+# --- the flow of values -----------------------------------------------------------------------------------------------
+
+
+class Flow:
+    """The graph of values of a trace. It follows the data, also where autograd does not."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.maker: dict[int, int] = {}
+        self.readers: defaultdict[int, list[int]] = defaultdict(list)
+        self.connected: set[int] = set(trace.rejoined)
+        for number, op in enumerate(trace.ops):
+            for code in op.inputs:
+                self.readers[code >> 1].append(number)
+                if code & 1:
+                    self.connected.add(code >> 1)
+            for value in op.outputs:
+                self.maker[value] = number
+        for backward in trace.backwards:
+            self.connected.update(code >> 1 for code in backward.values if code & 1)
+        # A leaf that was made of something (`h.detach().requires_grad_()`) is a beginning: nothing flows beyond it.
+        self.connected.difference_update(value for value in trace.roots if value in self.maker)
+
+    @cached_property
+    def losses(self) -> frozenset[int]:
+        """Return the values that backward passes started from."""
+        return frozenset(code >> 1 for backward in self.trace.backwards for code in backward.values)
+
+    @cached_property
+    def behind_losses(self) -> frozenset[int]:
+        """Return every value that a loss was made from, in whatever way."""
+        return self.sources(self.losses)
+
+    def sources(self, values: Iterable[int]) -> frozenset[int]:
+        """Return every value that some values were made from, and themselves."""
+        seen = set(values)
+        waiting = list(seen)
+        while waiting:
+            number = self.maker.get(waiting.pop())
+            if number is None:
+                continue
+            for code in self.trace.ops[number].inputs:
+                if code >> 1 not in seen:
+                    seen.add(code >> 1)
+                    waiting.append(code >> 1)
+        return frozenset(seen)
+
+    def results(self, values: Iterable[int]) -> frozenset[int]:
+        """Return every value that was made from some values, and themselves."""
+        seen = set(values)
+        waiting = list(seen)
+        while waiting:
+            for number in self.readers.get(waiting.pop(), ()):
+                for value in self.trace.ops[number].outputs:
+                    if value not in seen:
+                        seen.add(value)
+                        waiting.append(value)
+        return frozenset(seen)
+
+    def is_used(self, values: Iterable[int]) -> bool:
+        """Return whether anything is computed from some values; to be filled is no use."""
+        readers = {number for value in self.results(values) for number in self.readers.get(value, ())}
+        ops = [self.trace.ops[number] for number in readers]
+        return any(op.records or not (op.operator.written or op.operator.view) for op in ops)
+
+    def is_inside_function(self, op: Op) -> bool:
+        """Return whether an operation ran inside the forward of an autograd Function, where nothing is recorded."""
+        if op.records:
+            return False
+        return op.switch < 0 or "Function.forward" in self.trace.switches[op.switch].by
+
+    def cuts(self, start: Iterable[int]) -> list[int]:
+        """Find the operations that cut a value off from the losses that it reaches."""
+        return sorted(self._walk(start)[1])
+
+    def is_connected(self, start: Iterable[int]) -> bool:
+        """Return whether a gradient finds a way from a loss to any of these values."""
+        return not self.losses.isdisjoint(self._walk(start)[0])
+
+    def _walk(self, start: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Follow what stays connected; give the values on the way and the operations that cut."""
+        behind = self.behind_losses
+        found: set[int] = set()
+        seen = {value for value in start if value in behind}
+        waiting = list(seen)
+        while waiting:
+            value = waiting.pop()
+            for number in self.readers.get(value, ()):
+                op = self.trace.ops[number]
+                if 2 * value + 1 not in op.inputs:
+                    continue
+                if self.is_cut(op):
+                    found.add(number)
+                for result in self._onward(op) - seen:
+                    seen.add(result)
+                    waiting.append(result)
+        return seen, found
+
+    def is_cut(self, op: Op) -> bool:
+        """Return whether an operation cuts."""
+        results = [value for value in op.outputs if value in self.behind_losses]
+        if not results or any(value in self.connected for value in results):
+            return False
+        return not (self.is_inside_function(op) and any(value in self._behind_rejoined for value in results))
+
+    @cached_property
+    def _behind_rejoined(self) -> frozenset[int]:
+        """Return every value that the result of a Function was made from, where a loss was made from that."""
+        return self.sources(self.behind_losses.intersection(self.trace.rejoined))
+
+    def _onward(self, op: Op) -> set[int]:
+        """Return what is connected of an operation's results; inside a Function, the Function's own results."""
+        results = {value for value in op.outputs if value in self.behind_losses}
+        onward = {value for value in results if value in self.connected}
+        loose = results - onward
+        if loose and self.is_inside_function(op):
+            onward |= self.results(loose) & set(self.trace.rejoined) & self.behind_losses
+        return onward
+
+    def reaches_loss(self, start: Iterable[int]) -> bool:
+        """Return whether a loss was made from any of these values, connected or not."""
+        return any(value in self.behind_losses for value in start)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from gradgate._source import Location, locate
+from gradgate._source import Location, is_foreign, locate
 from gradgate._torch_compat import (
     DispatchMode,
     current_node,
@@ -30,16 +31,203 @@ from gradgate._torch_compat import (
     leave_mode,
     node_number,
     on_top,
+    undispatched,
+    write_grad_mode,
 )
-from gradgate.doctor._backwards import start_late
-from gradgate.doctor._births import Births
-from gradgate.doctor._calls import CALLS
-from gradgate.doctor._operators import operator_of
-from gradgate.doctor._reuse import Reuse
-from gradgate.doctor._running import Running
-from gradgate.doctor._saving import Saving
-from gradgate.doctor._trace import Backward, Op, OptimizerStep, Raised, Trace
-from gradgate.doctor._values import Values
+from gradgate.doctor._backward_hooks import run_backward, start_late
+from gradgate.doctor._numerics import NonfiniteTracker
+from gradgate.doctor._trace import (
+    Backward,
+    Call,
+    Escape,
+    Op,
+    OptimizerStep,
+    Overwrite,
+    Raised,
+    Switch,
+    Trace,
+    Values,
+    Write,
+    operator_of,
+    overlaps,
+    region_of,
+)
+
+# --- running modules --------------------------------------------------------------------------------------------------
+
+
+class Running:
+    """The modules that have begun and not ended yet."""
+
+    def __init__(self) -> None:
+        self.drawn: frozenset[int] | None = None
+        self._modules: list[torch.nn.Module] = []
+        self._calls: list[int] = []
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """Return the innermost module."""
+        return self._modules[-1] if self._modules else None
+
+    @property
+    def call(self) -> int:
+        """Return the place in `Trace.calls` of the innermost call; -1 outside of all."""
+        return self._calls[-1] if self._calls else -1
+
+    def begin(self, module: torch.nn.Module, trace: Trace) -> None:
+        """Record that a module begins."""
+        outer = self.call
+        self._modules.append(module)
+        again = bool(trace.backwards) and trace.backwards[-1].running  # a checkpoint that computes once more
+        if again or (self.drawn is not None and id(module) not in self.drawn):
+            self._calls.append(outer)
+            return
+        if outer >= 0:
+            trace.calls[outer].leaf = False
+        self._calls.append(len(trace.calls))
+        trace.calls.append(Call(module))
+
+    def end(self) -> None:
+        """Record that the innermost module ends."""
+        if self._modules:
+            self._modules.pop()
+            self._calls.pop()
+
+    def go_on_in(self, trace: Trace) -> None:
+        """Write the calls that are running down in a new trace."""
+        modules = self._modules
+        self.forget()
+        for module in modules:
+            self.begin(module, trace)
+
+    def forget(self) -> None:
+        """Forget all of them."""
+        self._modules, self._calls = [], []
+
+
+# --- tensors saved for backward ---------------------------------------------------------------------------------------
+
+
+class Saved:
+    """A tensor that was saved for backward."""
+
+    __slots__ = ("location", "node", "tensor", "version", "writes")
+
+    def __init__(self, tensor: torch.Tensor, version: int, writes: int, node: int, location: Location | None) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.writes = writes
+        self.node = node
+        self.location = location
+
+
+class Saving:
+    """The two hooks, and the log of writes that they are held against."""
+
+    def __init__(self, trace: Trace, location: Callable[[], Location | None]) -> None:
+        self.trace = trace
+        self._spot = location
+        self._writes: defaultdict[int, list[tuple[int, Write]]] = defaultdict(list)
+        self._clock = 0
+
+    def forget(self, trace: Trace) -> None:
+        """Begin a new trace."""
+        self.trace = trace
+        self._writes.clear()
+
+    def log_write(self, tensor: torch.Tensor, name: str, location: Location | None, by_optimizer: bool) -> None:
+        """Record that memory was written to."""
+        self._clock += 1
+        region = region_of(tensor)
+        self._writes[region.storage].append((self._clock, Write(region, name, location, by_optimizer)))
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Keep a tensor for backward.
+
+        A saved result whose own node held it would never be freed, so what is kept is detached; it shares memory and
+        version with the original.
+        """
+        kept = tensor
+        if not tensor.is_leaf:
+            with undispatched():
+                kept = tensor.detach()
+        return Saved(kept, tensor._version, self._clock, latest_node_number(), self._spot())
+
+    def unpack(self, saved: Saved) -> torch.Tensor:
+        """Return a tensor back to backward, if it is still what it was."""
+        if saved.writes != self._clock:
+            write = self._overwritten(saved)
+            if write is not None:
+                self._report(saved, write)
+        return saved.tensor
+
+    def _overwritten(self, saved: Saved) -> Write | None:
+        region = region_of(saved.tensor)
+        moved = saved.tensor._version != saved.version
+        with undispatched():
+            for clock, write in self._writes.get(region.storage, ()):
+                if clock > saved.writes and (moved or overlaps(write.region, region)):
+                    return write
+        return None
+
+    def _report(self, saved: Saved, write: Write) -> None:
+        silent = saved.tensor._version == saved.version and not write.name.startswith(("_foreach_", "_fused_"))
+        tensor = saved.tensor
+        shape = tuple(tensor.shape)
+        self.trace.overwrites.append(
+            Overwrite(saved.location, saved.node, write.location, write.name, write.by_optimizer, silent, shape)
+        )
+        if not silent:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; "
+                f"expected version {saved.version} instead."
+            )
+
+
+# --- gradients that are used twice ------------------------------------------------------------------------------------
+
+
+class Reuse:
+    """Remembers which gradients were used.
+
+    A gradient that was zeroed is another tensor (`set_to_none=True`), or a zero was written to it.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[int, list[tuple[int, weakref.ref[torch.Tensor]]]] = {}
+        self._zeroed: set[int] = set()
+        self._at_start: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+
+    def start(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remember the gradients that are there when the trace begins."""
+        self._at_start = [(id(p), weakref.ref(p.grad)) for p in parameters if p.grad is not None]
+
+    def zero(self, gradient: torch.Tensor) -> None:
+        """Record that a tensor was zeroed."""
+        self._zeroed.add(region_of(gradient).storage)
+
+    def use(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+        """Record that an optimizer uses the gradients of its parameters."""
+        held = {id(p): p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        again = self._count(held, self._used.get(id(optimizer), []))
+        old = self._count(held, self._at_start)
+        self._used[id(optimizer)] = [(number, weakref.ref(gradient)) for number, gradient in held.items()]
+        self._at_start = []
+        self._zeroed.clear()
+        return again, old
+
+    def _count(self, held: dict[int, torch.Tensor], known: list[tuple[int, weakref.ref[torch.Tensor]]]) -> int:
+        count = 0
+        for number, reference in known:
+            gradient = reference()
+            if gradient is not None and held.get(number) is gradient:
+                count += region_of(gradient).storage not in self._zeroed
+        return count
+
+
+# --- the tracer -------------------------------------------------------------------------------------------------------
+
 
 _Tensor = torch.Tensor
 _MOST_OPERATIONS = 500_000
@@ -55,7 +243,7 @@ class Tracer:
         self.previous = Trace()
         self.values = Values(self.trace)
         self.saving = Saving(self.trace, self.here)
-        self.births = Births(self)
+        self.nonfinite = NonfiniteTracker(self)
         self.reuse = Reuse()
         self.location: Location | None = None
         self.off_switch = -1
@@ -121,11 +309,11 @@ class Tracer:
         leave_mode(self._operations)
 
     def can_pause(self) -> bool:
-        """Tell whether nothing that was entered after the tracer is still open."""
+        """Return whether nothing that was entered after the tracer is still open."""
         return on_top(self._calls) and on_top(self._operations)
 
     def can_hide(self) -> bool:
-        """Tell whether operations can be let pass unseen from inside a call."""
+        """Return whether operations can be let pass unseen from inside a call."""
         return on_top(self._operations)
 
     def hide(self) -> None:
@@ -144,7 +332,7 @@ class Tracer:
         self.trace = Trace(recording_at_start=old.recording_at_end, batch_size=old.batch_size, modules=old.modules)
         self.values = Values(self.trace)
         self.saving.forget(self.trace)
-        self.births.forget()
+        self.nonfinite.forget()
         self.off_switch = -1
         self.off_switches.clear()
         self.running.go_on_in(self.trace)
@@ -153,7 +341,7 @@ class Tracer:
     # --- where ----------------------------------------------------------------------------------------------------
 
     def here(self) -> Location | None:
-        """Give the user's place of the call that is running."""
+        """Return the user's place of the call that is running."""
         if self.location is None:
             self.location = locate(sys._getframe(1))
         return self.location
@@ -194,7 +382,7 @@ class Tracer:
                     if isinstance(item, _Tensor):
                         inputs.append(item)
                         read(item, codes)
-        bad_before = self.births.marks(operator, args, kwargs) if operator.written_names else None
+        bad_before = self.nonfinite.marks(operator, args, kwargs) if operator.written_names else None
         result = func(*args, **kwargs)
         location = self.location or self.here()
         trace = self.trace
@@ -222,7 +410,7 @@ class Tracer:
             )
         )
         if not operator.view and not operator.silent:
-            self.births.look(operator, number, args, kwargs, inputs, result, outputs, bad_before)
+            self.nonfinite.look(operator, number, args, kwargs, inputs, result, outputs, bad_before)
         return result
 
     def _results(
@@ -264,7 +452,7 @@ class Tracer:
         return written
 
     def note_detached(self, tensor: torch.Tensor, code: int) -> None:
-        """Write down that a tensor lost its history in place, which leaves no operation behind."""
+        """Record that a tensor lost its history in place, which leaves no operation behind."""
         value = self.values.write(tensor)
         self.values.unconnected.add(value)
         module, call, newest = self.running.module, self.running.call, latest_node_number()
@@ -382,3 +570,99 @@ class _Calls(TorchFunctionMode):
             raise
         finally:
             tracer.location = None
+
+
+# --- calls that leave no operation behind -----------------------------------------------------------------------------
+
+
+Handler = Callable[["Tracer", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _named(name: str) -> Handler:
+    """Make a handler that lets the operations of a call know what the user wrote."""
+
+    def handler(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tracer.call = name
+        try:
+            return func(*args, **kwargs)
+        finally:
+            tracer.call = ""
+
+    return handler
+
+
+def _escape(kind: str) -> Handler:
+    """Make a handler that notes that a value leaves torch."""
+
+    def handler(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        value = tracer.values.of(tensor)
+        trace = tracer.trace
+        trace.escapes.append(Escape(kind, value, tracer.here(), len(trace.ops)))
+        return _named(kind)(tracer, func, args, kwargs)
+
+    return handler
+
+
+def _detach_in_place(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    codes: list[int] = []
+    tracer.values.read(args[0], codes)
+    result = func(*args, **kwargs)
+    tracer.note_detached(args[0], codes[-1])
+    return result
+
+
+def _switch(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    on, by = bool(args[0]), _switched_by()
+    trace = tracer.trace
+    if ".__exit__" in by:
+        tracer.off_switch = tracer.off_switches.pop() if tracer.off_switches else -1
+    else:
+        tracer.off_switches.append(tracer.off_switch)
+        if on or tracer.off_switch < 0:
+            tracer.off_switch = -1 if on else len(trace.switches)
+    trace.switches.append(Switch(on, tracer.here(), by))
+    return func(*args, **kwargs)
+
+
+def _switched_by() -> str:
+    """Name the functions of torch between the user and the switch."""
+    names = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_foreign(frame.f_code.co_filename):
+        names.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return " < ".join(name for name in names if not name.startswith(("_Calls.", "Tracer.")))
+
+
+def _backward(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run_backward(tracer, [args[0]], None, lambda: func(*args, **kwargs), kwargs)
+
+
+def _grad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    outputs, inputs = (*args, kwargs.get("outputs"), kwargs.get("inputs"))[:2]
+    wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or ())
+    started = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or ())
+    result = run_backward(tracer, started, tuple(id(x) for x in wanted), lambda: func(*args, **kwargs), kwargs)
+    missing = frozenset(id(x) for x, gradient in zip(wanted, result, strict=True) if gradient is None)
+    tracer.trace.backwards[-1].missing = missing
+    return result
+
+
+CALLS: dict[Any, Handler] = {
+    torch.Tensor.data.__get__: _named("data"),  # type: ignore[attr-defined]
+    torch.Tensor.detach: _named("detach"),
+    torch.Tensor.detach_: _detach_in_place,
+    torch.tensor: _named("torch.tensor"),
+    torch.Tensor.item: _escape("item"),
+    torch.Tensor.tolist: _escape("tolist"),
+    torch.Tensor.numpy: _escape("numpy"),
+    torch.Tensor.__array__: _escape("numpy"),
+    torch.Tensor.__float__: _escape("float"),
+    torch.Tensor.__int__: _escape("int"),
+    torch.Tensor.requires_grad_: _escape("requires_grad_"),
+    torch.Tensor.requires_grad.__set__: _escape("requires_grad"),  # type: ignore[attr-defined]
+    torch.Tensor.backward: _backward,
+    torch.autograd.grad: _grad,
+    write_grad_mode: _switch,
+}

@@ -1,4 +1,4 @@
-"""NaN and infinities that do harm: where they were born, from what, and in which samples."""
+"""NaN and infinities: which operation produced them, from what, in which samples; and `where` that does not guard."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from gradgate._names import listed
 from gradgate.doctor._case import Case, finding_at
-from gradgate.doctor._trace import BadValue, Op
-from gradgate.doctor._traps import bare_value, selecting_op
+from gradgate.doctor._trace import BadValue, Flow, Op
 from gradgate.records import Finding, Severity
+
+# --- values that reach the loss or a gradient -------------------------------------------------------------------------
+
 
 _WORDS = {"nan": "NaN", "inf": "Inf"}
 _FIXES = {
@@ -44,7 +46,7 @@ def find_nonfinite(case: Case) -> Iterator[Finding]:
 
 
 def births_behind_loss(case: Case) -> list[BadValue]:
-    """Give what made a loss bad."""
+    """Return what made a loss bad."""
     started = [case.trace.backwards[number] for number in _bad_passes(case)]
     behind = case.flow.sources(code >> 1 for backward in started for code in backward.values)
     births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
@@ -53,7 +55,7 @@ def births_behind_loss(case: Case) -> list[BadValue]:
 
 
 def births_in_backward(case: Case) -> list[BadValue]:
-    """Give what went bad on the way back from losses that were finite."""
+    """Return what went bad on the way back from losses that were finite."""
     bad = _bad_passes(case)
     return [b for b in case.trace.bad if b.stage == "backward" and b.backward not in bad]
 
@@ -71,8 +73,8 @@ def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator
     if severity == "warning":
         harm = f"The loss is {word}, but every gradient is finite: this value is not what the model learns from."
     births = births_behind_loss(case)
-    for birth in _first_places(births):
-        yield _finding(case, birth, severity, harm)
+    for birth in _first_per_operation(births):
+        yield _forward_finding(case, birth, severity, harm)
     if not births:
         yield finding_at(
             None,
@@ -85,7 +87,7 @@ def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator
 
 
 def _causes(case: Case, birth: BadValue, births: list[BadValue]) -> list[BadValue]:
-    """Give what a NaN was made of: an Inf that was born before it, or came in where it was born; else itself."""
+    """Return what a NaN was made of: an Inf that was born before it, or came in where it was born; else itself."""
     behind = case.flow.sources(code >> 1 for code in case.trace.ops[birth.op].inputs)
     infinite = [b for b in births if b.kind == "inf" and b.value in behind]
     return [b for b in infinite if b.stage == "forward" or b.op == birth.op] or [birth]
@@ -96,13 +98,13 @@ def _behind_the_gradient(case: Case, hurt: list[str], births: list[BadValue]) ->
     harm = f"The loss is finite, but the gradient of {listed(hurt, 3)} is not."
     if case.trace.scaled:
         harm += " The gradients are scaled (AMP), and the scaler skips such a step."
-    for birth in _first_places(births):
+    for birth in _first_per_operation(births):
         source = next((b for b in case.trace.bad if b.value == birth.from_value and b.value >= 0), None)
         origin = source if source is not None and not source.deliberate else birth
         yield _gradient_finding(case, birth, origin, severity, harm)
     arrived = [b for b in case.trace.bad if b.stage == "arrived"]
-    for birth in _first_places(arrived if not births else []):
-        yield _finding(case, birth, severity, harm)
+    for birth in _first_per_operation(arrived if not births else []):
+        yield _forward_finding(case, birth, severity, harm)
     if not births and not arrived:
         yield finding_at(
             None,
@@ -147,7 +149,7 @@ def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: S
     )
 
 
-def _finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Finding:
+def _forward_finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Finding:
     op = case.trace.ops[birth.op]
     where = op.location
     shown = where.expression if where is not None else op.operator.name
@@ -184,12 +186,12 @@ def _finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Find
 
 def _harmless(case: Case) -> Iterator[Finding]:
     births = [b for b in case.trace.bad if b.stage == "forward" and b.kind == "nan"]
-    for birth in _first_places(births)[:3]:
-        found = _finding(case, birth, "info", "It does no harm in this step: loss and gradients are finite.")
+    for birth in _first_per_operation(births)[:3]:
+        found = _forward_finding(case, birth, "info", "It does no harm in this step: loss and gradients are finite.")
         yield Finding(**{**found.to_dict(), "code": "GG407", "title": f"{found.title}, masked away later"})
 
 
-def _first_places(births: list[BadValue]) -> list[BadValue]:
+def _first_per_operation(births: list[BadValue]) -> list[BadValue]:
     seen = set()
     found = []
     for birth in births:
@@ -208,3 +210,167 @@ def _fix(op: Op | None) -> str:
     if op is None:
         return _NO_FIX
     return _FIXES.get(op.operator.name.removesuffix("_"), _FIXES.get(op.operator.name, _NO_FIX))
+
+
+# --- an unsafe `where` ------------------------------------------------------------------------------------------------
+
+
+_SELECTING = {
+    "where",
+    "masked_fill",
+    "masked_fill_",
+    "index_put",
+    "index_put_",
+    "nan_to_num",
+    "index",
+    "masked_select",
+    "select",
+}
+_COMPARING = {"gt", "ge", "lt", "le", "eq", "ne"}
+_ASKING = {"isnan", "isinf", "isfinite"}
+_JOINING = {"mul", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not"}
+# Where each operation has no finite derivative, and which of its arguments that is about.
+_EDGES: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("sqrt", "log", "log2", "log10", "rsqrt", "reciprocal", "div", "pow"), (0.0,)),
+    **dict.fromkeys(("acos", "asin", "atanh"), (-1.0, 1.0)),
+    "log1p": (-1.0,),
+    **dict.fromkeys(("exp", "expm1"), ()),
+}
+_NEAR = 1e-3
+_PASSING = {
+    "mul",
+    "add",
+    "sub",
+    "neg",
+    "_to_copy",
+    "clone",
+    "abs",
+    "rsub",
+    "add_",
+    "mul_",
+    "sub_",
+    "nan_to_num",
+    *_EDGES,
+}
+
+
+def find_traps(case: Case) -> Iterator[Finding]:
+    """Find every `where` whose guard does not guard."""
+    flow = case.flow
+    for op in case.trace.ops:
+        if op.operator.name in ("where", "masked_fill", "masked_fill_", "index_put", "index_put_") and op.records:
+            risky = _unguarded(flow, op)
+            if risky is not None:
+                yield _unsafe_where(case, op, risky)
+
+
+def _unguarded(flow: Flow, op: Op) -> Op | None:
+    codes = op.inputs
+    if len(codes) < 2:
+        return None
+    guard, branches = (codes[0], codes[1:]) if op.operator.name == "where" else (codes[1], codes[:1])
+    tests = list(_tests(flow, guard >> 1, 4))
+    for branch in branches:
+        for risky, path in _risky(flow, branch >> 1, (), 4):
+            if any(_guards(flow, test, risky, path) for test in tests):
+                return risky
+    return None
+
+
+def _tests(flow: Flow, value: int, depth: int) -> Iterator[Op]:
+    """Return the comparisons that a condition was made of."""
+    number = flow.maker.get(value)
+    if number is None or not depth:
+        return
+    op = flow.trace.ops[number]
+    if op.operator.name in _COMPARING | _ASKING:
+        yield op
+    elif op.operator.name in _JOINING or op.operator.view:
+        for code in op.inputs:
+            yield from _tests(flow, code >> 1, depth - 1)
+
+
+def _risky(flow: Flow, value: int, path: tuple[int, ...], depth: int) -> Iterator[tuple[Op, tuple[int, ...]]]:
+    """Return the operations close behind a branch that have a point without derivative, with the values on the way."""
+    number = flow.maker.get(value)
+    if number is None or not depth:
+        return
+    op = flow.trace.ops[number]
+    name = op.operator.name.removesuffix("_")
+    if name in _EDGES and _is_risky(op, name):
+        yield op, (*path, value)
+    if op.operator.name in _PASSING or op.operator.view:
+        for code in op.inputs:
+            yield from _risky(flow, code >> 1, (*path, value), depth - 1)
+
+
+def _is_risky(op: Op, name: str) -> bool:
+    if name == "pow":
+        exponents = [a for a in op.arguments if isinstance(a, (int, float))]
+        return bool(exponents) and (exponents[0] < 0 or exponents[0] % 1 != 0) and bool(op.inputs[0] & 1)
+    if name == "div":
+        return len(op.inputs) > 1 and any(code & 1 for code in op.inputs)
+    return bool(op.inputs) and bool(op.inputs[0] & 1)
+
+
+def _guards(flow: Flow, test: Op, risky: Op, path: tuple[int, ...]) -> bool:
+    """Return whether a test is about the very value that a risky operation reads, or about what it gave."""
+    name = risky.operator.name.removesuffix("_")
+    read = risky.inputs[1 if name == "div" else 0] >> 1
+    tested = {bare_value(flow, code >> 1) for code in test.inputs}
+    limits = [a for a in test.arguments if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    if test.operator.name in _ASKING or not all(map(math.isfinite, limits)) or len(test.inputs) > 1:
+        # `isfinite(y)`, which is `y == y` and `abs(y) != inf`: a question about the result.
+        return bool(tested & {bare_value(flow, value) for value in (*path, read)})
+    if bare_value(flow, read) not in tested:
+        return False
+    edges = _EDGES[name]
+    return not edges or any(abs(limit - edge) <= _NEAR for limit in limits for edge in edges)
+
+
+def bare_value(flow: Flow, value: int) -> int:
+    """Return the value that a value is a view or the magnitude of."""
+    for _ in range(6):
+        number = flow.maker.get(value)
+        if number is None:
+            break
+        op = flow.trace.ops[number]
+        if not (op.operator.view or op.operator.name in ("abs", "lift_fresh")) or not op.inputs:
+            break
+        value = op.inputs[0] >> 1
+    return value
+
+
+def selecting_op(case: Case, op: Op) -> Op | None:
+    """Find the operation that throws some of another one's values away."""
+    flow = case.flow
+    waiting = [(value, 5) for value in op.outputs]
+    seen = set(op.outputs)
+    while waiting:
+        value, depth = waiting.pop(0)
+        for number in flow.readers.get(value, ()):
+            reader = case.trace.ops[number]
+            if reader.operator.name in _SELECTING:
+                return reader
+            if depth and (reader.operator.name in _PASSING or reader.operator.view):
+                fresh = [result for result in reader.outputs if result not in seen]
+                seen.update(fresh)
+                waiting.extend((result, depth - 1) for result in fresh)
+    return None
+
+
+def _unsafe_where(case: Case, op: Op, risky: Op) -> Finding:
+    where, guarded = op.location, risky.location
+    shown = where.expression if where is not None else op.operator.name
+    unguarded = guarded.expression if guarded is not None else risky.operator.name
+    return finding_at(
+        where,
+        "GG501",
+        "warning",
+        f"unsafe where: `{shown}` does not guard the gradient of `{unguarded}`",
+        reason=f"`{risky.operator.name}` is computed for all elements, also where it has no finite derivative. The "
+        "values are thrown away, their gradient is not: 0 times infinity is NaN. It has not happened in this step.",
+        fix="y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep",
+        module=case.module(op),
+        also=[guarded],
+    )

@@ -1,0 +1,258 @@
+"""The contents of tensors: non-finite values and where they first appear, zeros, norms, and the gradients of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from gradgate._names import describe
+from gradgate._torch_compat import undispatched
+from gradgate.doctor._trace import BadValue, Operator, region_of
+
+if TYPE_CHECKING:
+    from gradgate.doctor._tracer import Tracer
+
+# --- one tensor -------------------------------------------------------------------------------------------------------
+
+
+_MOST_ROWS = 10_000
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def total(tensor: torch.Tensor) -> float | complex:
+    """Add up a tensor: NaN and infinities show in the sum, at a fraction of the cost of looking for them."""
+    result: float | complex = tensor.sum().item()
+    return result
+
+
+def norm_of(tensor: torch.Tensor) -> float:
+    """Return the 2-norm of a tensor."""
+    tensor = tensor.detach()
+    norm: float = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.element_size() < 4 else None).item()
+    if math.isinf(norm) or norm == 0:  # the squares may have left the range where the elements have not
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        norm = torch.linalg.vector_norm(tensor.to(wide)).item()
+    return norm
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether there are floating-point values to look at."""
+    return (
+        (tensor.is_floating_point() or tensor.is_complex())
+        and type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and tensor.numel() > 0
+    )
+
+
+def is_suspicious(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may hold a NaN or an infinity."""
+    if not is_readable(tensor):
+        return False
+    amount = total(tensor)
+    return amount - amount != 0
+
+
+def bad_kind(tensor: torch.Tensor) -> Literal["nan", "inf"] | None:
+    """Tell what is wrong with the values of a tensor."""
+    if not is_readable(tensor):
+        return None
+    if tensor.is_complex():
+        return bad_kind(torch.view_as_real(tensor.resolve_conj()))
+    # The extremes carry NaN and infinities on, and are found many times faster than a mask of them is made.
+    lowest, highest = torch.aminmax(tensor)
+    if math.isnan(lowest.item()):
+        return "nan"
+    return "inf" if math.isinf(lowest.item()) or math.isinf(highest.item()) else None
+
+
+def bad_rows(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the places along the first dimension that hold a NaN or an infinity."""
+    if tensor.dim() == 0:
+        return ()
+    bad = (~torch.isfinite(tensor)).reshape(tensor.shape[0], -1).any(dim=1)
+    return tuple(bad.nonzero()[:_MOST_ROWS, 0].tolist())
+
+
+def is_all_zero(tensor: torch.Tensor) -> bool:
+    """Return whether every element is zero."""
+    return not bool(tensor.any())
+
+
+def has_infinite_argument(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Return whether the user handed over a number that is not finite, as masks do."""
+    values = (*args, *kwargs.values()) if kwargs else args
+    return any(isinstance(value, float) and not math.isfinite(value) for value in values)
+
+
+def inputs_at(output: torch.Tensor, inputs: list[torch.Tensor]) -> str:
+    """Say what the inputs held at the first bad element of the output."""
+    index = (~torch.isfinite(output)).nonzero()
+    where = tuple(index[0].tolist()) if len(index) else ()
+    parts = []
+    for tensor in inputs:
+        if tensor.dtype is torch.bool or not tensor.numel():
+            continue
+        parts.append(_value_at(tensor, output, where))
+    place = f" at {list(where)}" if where else ""
+    return f"it read {' and '.join(parts)}{place}" if parts else ""
+
+
+def _value_at(tensor: torch.Tensor, output: torch.Tensor, where: tuple[int, ...]) -> str:
+    if tensor.dim() == 0 or tensor.shape == output.shape:
+        return f"{tensor[where if tensor.dim() else ()].item():.6g}"
+    try:
+        return f"{tensor.expand(output.shape)[where].item():.6g}"
+    except RuntimeError:
+        if tensor.is_complex():
+            return describe(tensor)
+        return f"{describe(tensor)} with values from {tensor.min().item():.6g} to {tensor.max().item():.6g}"
+
+
+# --- the gradients of a step ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of one parameter after a step."""
+
+    present: bool
+    zero: bool = False
+    bad: Literal["nan", "inf"] | None = None
+    norm: float = math.nan
+    weight_norm: float = math.nan
+
+
+class Gradients:
+    """Takes gradients down: before the optimizer uses them, or at the end of the step."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        # A gradient that is still the same tensor at the same version was not touched by this step.
+        self._before = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        self.taken: dict[int, Gradient] = {}
+
+    def take(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take down what is there now; what was taken down before stays."""
+        with undispatched(), torch.no_grad():
+            for parameter in parameters:
+                if id(parameter) not in self.taken or not self.taken[id(parameter)].present:
+                    self.taken[id(parameter)] = self._look(parameter)
+
+    def _look(self, parameter: torch.Tensor) -> Gradient:
+        gradient = parameter.grad
+        before = self._before.get(id(parameter))
+        if gradient is None or (before is not None and before[0] is gradient and before[1] == gradient._version):
+            return Gradient(present=False)
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        if not is_readable(gradient):
+            return Gradient(present=True, zero=not gradient.numel())
+        norm = norm_of(gradient)
+        bad = bad_kind(gradient) if not math.isfinite(norm) else None
+        zero = norm == 0 and is_all_zero(gradient)
+        return Gradient(True, zero, bad, norm, norm_of(parameter) if is_readable(parameter) else math.nan)
+
+
+# --- the first non-finite result in forward ---------------------------------------------------------------------------
+
+
+class Mark(NamedTuple):
+    """What is known of a piece of memory: "nan" or "inf", and which value it holds."""
+
+    kind: Literal["nan", "inf"]
+    value: int
+
+
+def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple)):
+        for item in thing:
+            if isinstance(item, torch.Tensor):
+                yield item
+
+
+class NonfiniteTracker:
+    """Looks at results."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+        self._marks: dict[int, Mark] = {}
+
+    def forget(self) -> None:
+        """Begin a new trace."""
+        self._marks.clear()
+
+    def value_in(self, tensor: torch.Tensor) -> int:
+        """Return the bad value that a tensor holds."""
+        mark = self._marks.get(region_of(tensor).storage)
+        return mark.value if mark is not None else -1
+
+    def marks(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Mark | None]:
+        """Return what is known of the tensors that an operator is about to write to."""
+        if not self._marks:
+            return []
+        return [self._marks.get(region_of(target).storage) for target in operator.targets(args, kwargs)]
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def look(
+        self,
+        operator: Operator,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        result: Any,
+        outputs: list[int],
+        before: list[Mark | None] | None,
+    ) -> None:
+        """Look at what an operation of the forward pass gave."""
+        targets = operator.targets(args, kwargs) if before is not None else _tensors(result)
+        for tensor, value in zip(targets, outputs, strict=False):
+            if not is_readable(tensor):
+                continue
+            amount = total(tensor)
+            storage = tensor.untyped_storage().data_ptr()
+            if amount - amount == 0:
+                if self._marks and before is None:
+                    self._marks.pop(storage, None)
+                continue
+            kind = bad_kind(tensor)
+            if kind is None:  # only the sum overflowed
+                continue
+            # The running statistics of a batch norm are among its inputs, and have been written to by now.
+            read = inputs[:3] if "batch_norm" in operator.name else inputs
+            inherited = self._inherited(kind, read, before, number)
+            if not inherited:
+                deliberate = kind == "inf" and has_infinite_argument(args, kwargs)
+                readable = [x for x in inputs if before is None]
+                detail = inputs_at(tensor, readable) if not deliberate else ""
+                rows = bad_rows(tensor)
+                self.tracer.trace.bad.append(
+                    BadValue(kind, "forward", number, value, rows, tuple(tensor.shape), detail, deliberate=deliberate)
+                )
+            self._marks[storage] = Mark(kind, value)
+            self.tracer.trace.spoiled.add(value)
+
+    def _inherited(self, kind: str, inputs: list[torch.Tensor], before: list[Mark | None] | None, number: int) -> bool:
+        """Return whether an input had the same trouble already; note what came in from outside."""
+        kinds = {mark.kind for mark in before or () if mark is not None}
+        trace = self.tracer.trace
+        for tensor in inputs if before is None else inputs[len(before or [None]) :]:
+            storage = region_of(tensor).storage
+            mark = self._marks.get(storage)
+            found = mark.kind if mark is not None else bad_kind(tensor) if is_suspicious(tensor) else None
+            if found is None:
+                continue
+            kinds.add(found)
+            if mark is None:
+                value, rows, shape = self.tracer.values.of(tensor), bad_rows(tensor), tuple(tensor.shape)
+                trace.bad.append(BadValue(found, "arrived", number, value, rows, shape, ""))
+                self._marks[storage] = Mark(found, value)
+        return kind in kinds or "nan" in kinds

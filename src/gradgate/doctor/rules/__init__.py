@@ -1,0 +1,125 @@
+"""All rules, and the diagnosis that they give together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from gradgate._source import locate_traceback
+from gradgate.doctor._case import SEVERITIES, Case, finding_at
+from gradgate.doctor.rules._gradients import (
+    explain_parameters,
+    find_cuts,
+    find_loss_without_graph,
+    find_sizes,
+    find_zeros,
+)
+from gradgate.doctor.rules._inplace import find_leaf_edits, find_overwrites, find_second_backward
+from gradgate.doctor.rules._modes import (
+    find_eval_left_on,
+    find_inference_tensors,
+    find_recording_off,
+    find_statistics,
+    find_written_modes,
+)
+from gradgate.doctor.rules._nonfinite import find_nonfinite, find_traps
+from gradgate.doctor.rules._optimizer import find_optimizer_faults
+from gradgate.records import Finding
+
+# --- a step that raised, or never called backward ---------------------------------------------------------------------
+
+
+def find_unused_in_grad(case: Case) -> Iterator[Finding]:
+    """Explain "appears to not have been used in the graph", which torch.autograd.grad says without a name."""
+    errors = [e for e in case.errors if "appears to not have been used in the graph" in e.text and e.backward >= 0]
+    if not errors:
+        return
+    inputs = case.trace.backwards[errors[-1].backward].inputs or ()
+    found = re.search(r"at index (\d+)", errors[-1].text)
+    wanted = inputs[int(found[1]) : int(found[1]) + 1] if found else inputs
+    asked = {name: p for name, p in case.parameters.items() if id(p) in wanted}
+    yield from explain_parameters(case, asked)
+
+
+def find_backward_missing(case: Case) -> Iterator[Finding]:
+    """Find a step that never called backward."""
+    if not case.one_step or case.exception is not None or case.trace.functional:
+        return
+    if not case.trace.backwards and case.trace.ops:
+        yield finding_at(
+            None,
+            "GG003",
+            "error",
+            "backward() was not called in this step",
+            reason="Without backward() no parameter gets a gradient. The step also returned no loss to call it on.",
+            fix="loss.backward()     # or: return loss from the step",
+        )
+
+
+def find_raised(case: Case) -> Iterator[Finding]:
+    """Say in one line what the step raised, if no other rule explains it."""
+    error = case.exception
+    if error is None:
+        return
+    where = locate_traceback(error.__traceback__)
+    if "grad can be implicitly created only for scalar outputs" in str(error):
+        yield finding_at(
+            where,
+            "GG004",
+            "error",
+            "backward() needs one number, and this is a tensor of several",
+            reason="Only a single number has a gradient that is not ambiguous.",
+            fix="loss.mean().backward()",
+        )
+        return
+    module = case.trace.ops[-1].module if case.trace.ops else None
+    text = str(error).strip().splitlines()
+    yield finding_at(
+        where,
+        "GG002",
+        "error",
+        f"the step raised {type(error).__name__}{': ' + text[0] if text else ''}",
+        reason="This line of your code was running.",
+        fix="",
+        module=case.names.of_module(module),
+    )
+
+
+# --- all rules --------------------------------------------------------------------------------------------------------
+
+
+Rule = Callable[[Case], Iterator[Finding]]
+
+# Each explains what a step may raise; if none does, `find_raised` says at least where it was.
+_ON_ERRORS: tuple[Rule, ...] = (
+    find_overwrites,
+    find_leaf_edits,
+    find_loss_without_graph,
+    find_unused_in_grad,
+    find_second_backward,
+    find_inference_tensors,
+)
+_ALWAYS: tuple[Rule, ...] = (
+    find_backward_missing,
+    find_cuts,
+    find_nonfinite,
+    find_zeros,
+    find_sizes,
+    find_traps,
+    find_recording_off,
+    find_written_modes,
+    find_eval_left_on,
+    find_statistics,
+    find_optimizer_faults,
+)
+
+
+def apply_rules(case: Case) -> tuple[Finding, ...]:
+    """Return what all rules find in a step, the worst first."""
+    findings = [finding for rule in _ON_ERRORS for finding in rule(case)]
+    if case.exception is not None and not any(finding.severity == "error" for finding in findings):
+        findings += find_raised(case)
+    findings += [finding for rule in _ALWAYS for finding in rule(case)]
+    harmful = {place for f in findings if f.code == "GG502" for place in (f.where, *f.also)}
+    kept = dict.fromkeys(f for f in findings if not (f.code == "GG501" and harmful & {f.where, *f.also}))
+    return tuple(sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity)))
