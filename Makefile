@@ -18,7 +18,10 @@ $(VENV)/.torch:
 	$(PIP) install "$(TORCH)"
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+# Installing compiles the native kernels; hatch_build.py in place is what a change of the C files needs.
+KERNELS := hatch_build.py $(wildcard src/gradgate/_native/*.[ch])
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(PIP) install --editable ".[demo]"
 	@touch $@
 

@@ -59,19 +59,23 @@ from gradgate._torch_compat._sharing import (
 )
 from gradgate._torch_compat._softmax import softmax_backward
 from gradgate._torch_compat._tracing import (
+    address_of,
     assert_later,
     has_data,
     holds_its_values,
     inside_forward_mode,
     inside_functorch,
     is_compiling,
+    is_dispatched,
     is_traced,
+    is_vmapped_the_old_way,
 )
 
 __all__ = [
     "DispatchMode",
     "ModuleCall",
     "Replica",
+    "address_of",
     "alone_in_replica",
     "alone_in_shards",
     "anything_compiled",
@@ -92,7 +96,9 @@ __all__ = [
     "inside_functorch",
     "is_compiled",
     "is_compiling",
+    "is_dispatched",
     "is_traced",
+    "is_vmapped_the_old_way",
     "latest_node_number",
     "leaf_of",
     "leave_mode",

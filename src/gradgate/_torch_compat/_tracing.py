@@ -9,12 +9,15 @@ from torch.compiler import is_compiling
 
 __all__ = [
     "assert_later",
+    "address_of",
     "has_data",
     "holds_its_values",
     "inside_forward_mode",
     "inside_functorch",
     "is_compiling",
+    "is_dispatched",
     "is_traced",
+    "is_vmapped_the_old_way",
 ]
 
 # Bound once: these are asked in every call of a small function, and each dot takes its time.
@@ -68,6 +71,21 @@ def _is_concrete(tensor: torch.Tensor) -> bool:
         tensor = torch._C._functorch.get_unwrapped(tensor)
     # torch.autograd.grad(is_grads_batched=True) still runs backward under the older vmap, which nothing above sees.
     return not (_is_batched_in_the_old_way(tensor) or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+is_vmapped_the_old_way = _is_batched_in_the_old_way
+"""Tell whether a tensor is a batch of values under `torch.autograd.grad(is_grads_batched=True)`."""
+
+
+def is_dispatched() -> bool:
+    """Tell whether a TorchDispatchMode (FakeTensorMode, a tracer) sees the operations of this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Give the address of the first element; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
+    start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return start + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def holds_its_values(tensor: torch.Tensor) -> bool:

@@ -59,7 +59,7 @@ class _Commands(click.Group):
 
 
 def _show_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Say the versions of gradgate, of torch if it is installed (it is not loaded for that), and of Python."""
+    """Print the versions of gradgate, of torch if it is installed (without loading it) and Python, and the kernels."""
     if not wanted or ctx.resilient_parsing:
         return
     from importlib import metadata  # Here, because it costs more than everything else that `--help` needs.
@@ -68,7 +68,9 @@ def _show_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) 
         torch = f", torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:
         torch = ""
-    click.echo(f"gradgate {gradgate.__version__}{torch}, Python {platform.python_version()}")
+    from gradgate._native import status
+
+    click.echo(f"gradgate {gradgate.__version__}{torch}, Python {platform.python_version()}, {status}")
     ctx.exit()
 
 

@@ -1,0 +1,96 @@
+"""The library of native kernels: found, checked and declared; `_kernels.py` calls it with tensors. Needs no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+LEVELS = ("baseline", "AVX2", "AVX-512")
+
+_int32, _int64, _double, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class Input(ctypes.Structure):
+    """What a masked kernel reads; the struct of the same name in kernels.c."""
+
+    _fields_ = (
+        ("x", _pointer),
+        ("mask", _pointer),
+        ("outer", _int64),
+        ("reduced", _int64),
+        ("inner", _int64),
+        ("value", _double),
+        ("whole", _int64),
+        ("dtype", _int32),
+        ("threads", _int32),
+    )
+
+
+_INPUT = ctypes.POINTER(Input)
+
+# What each kernel returns and takes, as in kernels.c.
+_KERNELS: dict[str, tuple[Any, list[Any]]] = {
+    "valid": (None, [_INPUT, _pointer]),
+    "sum": (_int64, [_INPUT, _int32, _pointer, _pointer]),
+}
+
+
+class Library:
+    """The kernels for this processor, each under its name.
+
+    Args:
+        path: The shared library.
+
+    Raises:
+        OSError: It cannot be loaded, or is not the one that was built from the sources beside it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        loaded = ctypes.CDLL(str(path))
+        try:
+            version, level = loaded.gg_version(), loaded.gg_level()
+            for name, (result, arguments) in _KERNELS.items():
+                function = getattr(loaded, f"gg_{name}_{level}")
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name, function)
+        except AttributeError as error:
+            raise OSError(f"{path} is not the library of gradgate: {error}") from None
+        if version != sources_version():
+            raise OSError(f"{path} was built from other sources than those beside it")
+        self.level: str = LEVELS[level]
+
+    def __getattr__(self, name: str) -> Any:  # the kernels, for the type checker
+        raise AttributeError(name)
+
+
+def sources_version() -> int:
+    """Give the number that the build writes into the library: one for each text of the sources."""
+    text = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]")))
+    return zlib.crc32(text) & 0x7FFFFFFF
+
+
+def load(path: Path = FOLDER / "kernels.so") -> tuple[Library | None, str]:
+    """Load the library, and say in words which kernels are in force and why."""
+    if os.environ.get("GRADGATE_NATIVE") == "0":
+        return None, "torch kernels (GRADGATE_NATIVE=0)"
+    if not path.exists():
+        return None, "torch kernels (the native ones were not built: no C compiler when gradgate was installed)"
+    try:
+        library = Library(path)
+    except OSError as error:
+        warnings.warn(
+            f"gradgate runs without its native kernels: {error}. Install gradgate again to build them, "
+            "or set GRADGATE_NATIVE=0 to do without.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None, f"torch kernels ({error})"
+    return library, f"native kernels ({library.level})"
+
+
+library, status = load()
