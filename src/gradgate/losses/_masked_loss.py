@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from gradgate import masked
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
 from gradgate._torch_compat import has_data
-from gradgate.errors import ArgumentTypeError
-from gradgate.losses._ignoring import with_ignore_index
-from gradgate.losses._picking import Picking, picking_for, spelled_out
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.losses._reducing import check_weights, divided, over_elements
-
-__all__ = ["masked_loss"]
 
 Loss = Callable[..., torch.Tensor]
 
@@ -37,25 +37,25 @@ def masked_loss(
 
     What is left out is not looked at: NaN targets, NaN logits, an impossible CTC sample change neither value nor
     gradient. The denominator is the loss's own, over what is kept: the number of elements (mse, l1, huber, smooth_l1,
-    bce, kl_div, gaussian_nll), of positions (cross_entropy, nll; with class weights their sum), or of samples
-    (triplet, cosine, margin, ctc - which divides each by its length first - and kl_div with "batchmean").
+    bce, kl_div, gaussian_nll), of positions (cross_entropy, nll, linear_cross_entropy; with class weights their sum),
+    or of samples (triplet, cosine, margin, ctc - which divides each by its length first - and kl_div with "batchmean").
 
     Args:
         loss_fn: A function of `torch.nn.functional`, a loss module, or a function of your own of the same form.
-        input: The first argument of the loss.
+        input: The first argument of the loss; without a batch dimension where the loss takes that.
         target: The second argument of the loss.
         *more: Further arguments, such as the variance of `gaussian_nll_loss`.
         keep: What takes part: one answer for each sample, `(n,)`, or the shape of the unreduced loss. A loss of your
             own gets the elements kept as 1-D tensors in the second case.
-        exclude: A value of the target, or several, that does not take part; NaN matches NaN. The `ignore_index` of
-            cross_entropy and nll_loss counts as such.
+        exclude: A value of the target (in margin_ranking and cosine_embedding the third argument), or several, that
+            does not take part; NaN matches NaN. The `ignore_index` of cross_entropy and nll_loss counts as such.
         weights: How much each counts: one number for each sample, or the shape of the unreduced loss; 0 leaves out.
         empty: What to give when nothing is kept.
         **kw: Further arguments of the loss, such as `reduction` or `label_smoothing`. With `reduction="none"` the
             result has the shape of the unreduced loss, with 0 where something is left out.
 
     Returns:
-        The loss.
+        The loss; without `keep`, `exclude` and `weights` what `loss_fn` itself gives.
 
     Raises:
         ArgumentTypeError: `loss_fn` cannot be called, a mask is not boolean, or another argument is no tensor.
@@ -82,17 +82,29 @@ def masked_loss(
     check_tensor(input, name="input", function="losses.masked_loss")
     check_tensor(target, name="target", function="losses.masked_loss")
     if keep is None and weights is None and not more:
-        loss = with_ignore_index(loss_fn, input, target, exclude, empty, kw)
+        loss = _with_ignore_index(loss_fn, input, target, exclude, empty, kw)
         if loss is not None:
             return loss
-    loss_fn, more, kw = spelled_out(loss_fn, more, kw)
+    if keep is None and exclude is None and weights is None and not _is(loss_fn, _WITH_CLASSES + _LINEAR):
+        return loss_fn(input, target, *more, **kw)
+    loss_fn, target, more, kw = _spelled_out(loss_fn, input, target, more, kw)
+    reduction = kw.get("reduction", getattr(loss_fn, "reduction", "mean"))
+    if _unbatched(loss_fn, input):
+        batch = [_batch_of_one(loss_fn, argument, place) for place, argument in enumerate((input, target, *more))]
+        keep, weights = (_for_one_sample(each) for each in (keep, weights))
+        loss = masked_loss(loss_fn, *batch, keep=keep, exclude=exclude, weights=weights, empty=empty, **kw)
+        return loss[0] if reduction == "none" else loss
     # Weights for single elements are about single elements, also beside one answer for each sample.
     each = isinstance(weights, torch.Tensor) and weights.dim() > 1
-    picking = picking_for(loss_fn, input, target, None if each else keep, exclude, kw)
-    mask = _mask(picking, target, keep, exclude, weights)
+    picking = _picking_for(loss_fn, input, target, more, None if each else keep, exclude, kw)
+    labels = more[0] if more and _is(loss_fn, _TARGET_THIRD) else target
+    mask = _mask(picking, labels, keep, exclude, weights)
     if mask is None:
         return loss_fn(input, target, *more, **kw)
-    reduction = kw.get("reduction", getattr(loss_fn, "reduction", "mean"))
+    if isinstance(picking, _ByOutput):
+        logits = picking.logits(mask, input)
+        kw = {name: value for name, value in kw.items() if name != "options" and value is not None}
+        return masked_loss(functional.cross_entropy, logits, target, keep=mask, weights=weights, empty=empty, **kw)
     if not has_data(input, target, mask):
         return _standing_in(loss_fn, picking, input, target, more, kw, mask, weights, reduction, empty)
     # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position knows
@@ -106,7 +118,7 @@ def masked_loss(
     ):
         return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
     rows = mask.reshape(-1).nonzero().squeeze(1)
-    if len(rows) == 0 and not (reduction == "none" and type(picking) is Picking):  # whose losses have another shape
+    if len(rows) == 0 and not (reduction == "none" and type(picking) is _Picking):  # whose losses have another shape
         return _nothing(input, mask, reduction, empty)
     if weights is None and reduction != "none":
         if len(rows) == mask.numel():
@@ -134,11 +146,11 @@ def _mean(weighed: torch.Tensor, amount: torch.Tensor, reduction: str, empty: fl
 
 def _beside(each: torch.Tensor, per_element: torch.Tensor) -> torch.Tensor:
     """Line up what is there for each sample, or for each element, with losses that may have more dimensions."""
-    return each.reshape(*each.shape, *[1] * (per_element.dim() - each.dim()))
+    return each.reshape([*each.shape, *[1] * (per_element.dim() - each.dim())])
 
 
 def _mask(
-    picking: Picking,
+    picking: _Picking,
     target: torch.Tensor,
     keep: torch.Tensor | None,
     exclude: Any,
@@ -178,7 +190,7 @@ def _spread(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def _unreduced(loss_fn: Loss, kw: dict[str, Any]) -> Loss:
     """Give the loss with `reduction="none"`, whether it is a function or a module."""
-    if isinstance(loss_fn, torch.nn.Module):
+    if isinstance(loss_fn, nn.Module):
         loss_fn = copy.copy(loss_fn)
         loss_fn.reduction = "none"  # type: ignore[assignment]
     else:
@@ -194,12 +206,12 @@ def _nothing(input: torch.Tensor, mask: torch.Tensor, reduction: str, empty: flo
 def _put_back(kept: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     rest = kept.shape[1:]
     whole = torch.zeros((shape.numel(), *rest), dtype=kept.dtype, device=kept.device)
-    return whole.index_put((rows,), kept).reshape(*shape, *rest)
+    return whole.index_put((rows,), kept).reshape([*shape, *rest])
 
 
 def _standing_in(
     loss_fn: Loss,
-    picking: Picking,
+    picking: _Picking,
     input: torch.Tensor,
     target: torch.Tensor,
     more: tuple[Any, ...],
@@ -209,7 +221,7 @@ def _standing_in(
     reduction: str,
     empty: float,
 ) -> torch.Tensor:
-    """Do the same where nobody may look at the data: a harmless value stands in for what is left out."""
+    """Do the same where the data cannot be read: a harmless value stands in for what is left out."""
     amounts = picking.amounts(torch.where(mask, target, 0) if picking.by_class else target, kw)
     arguments = picking.stood_in(mask, input, target, more)
     per_element = _unreduced(loss_fn, kw)(*arguments, **kw)
@@ -222,3 +234,456 @@ def _standing_in(
     if reduction == "none":
         return per_element
     return per_element.sum() if reduction == "sum" else _mean(per_element, amount, reduction, empty)
+
+
+# --- cross entropy by torch's own ignore_index ------------------------------------------------------------------------
+
+_IGNORING_KEYWORDS = {"weight", "ignore_index", "reduction", "label_smoothing"}
+
+
+def _with_ignore_index(
+    loss_fn: Any, input: torch.Tensor, target: torch.Tensor, exclude: Any, empty: float, kw: dict[str, Any]
+) -> torch.Tensor | None:
+    """Evaluate cross_entropy or nll_loss without one label by torch's own `ignore_index`; None where it is not exact.
+
+    What torch ignores has no part in the value. Its gradient is 0 times its probabilities: 0, unless those are NaN. All
+    probabilities of a position have one denominator, so one finite log-probability proves that none of them is: only
+    one class is looked at. Nothing else is asked that torch finds out as well.
+    """
+    if loss_fn is not functional.cross_entropy and loss_fn is not functional.nll_loss:
+        return None
+    ignored, reduction = kw.get("ignore_index", -100), kw.get("reduction", "mean")
+    label = ignored if exclude is None else exclude
+    if not (
+        (not kw or (kw.keys() <= _IGNORING_KEYWORDS and not kw.get("label_smoothing")))
+        and (reduction == "mean" or (reduction == "sum" and empty == 0))
+        and type(label) is int
+        and -(2**63) <= label < 2**63
+        and target.dtype is torch.int64
+        # `ignore_index` may occur besides: on the CPU an error that is caught, elsewhere the end of the process.
+        and (label == ignored or target.is_cpu)
+        and has_data(input, target)
+        # Autocast casts the arguments of a loss, and of nothing inside of it.
+        and (input.dtype is torch.float32 or not torch.is_autocast_enabled(input.device.type))
+    ):
+        return None
+    scores = input
+    try:
+        if loss_fn is functional.cross_entropy:
+            classes = 1 if input.dim() > 1 else 0
+            scores = torch.log_softmax(input, classes)
+            if not math.isfinite(scores.detach().select(classes, 0).sum(dtype=torch.float32).item()):
+                return None
+        loss = functional.nll_loss(scores, target, kw.get("weight"), ignore_index=label, reduction=reduction)
+    except IndexError:  # a label that is no class
+        return None
+    return None if math.isnan(loss.item()) else loss  # it is when nothing is kept
+
+
+# --- which losses there are, and how their arguments are named --------------------------------------------------------
+
+_LINEAR = tuple(
+    loss
+    for loss in (getattr(functional, "linear_cross_entropy", None), getattr(nn, "LinearCrossEntropyLoss", None))
+    if loss is not None  # new in torch 2.13
+)
+_WITH_CLASSES = (functional.cross_entropy, functional.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+_BY_SAMPLE = (
+    functional.triplet_margin_loss,
+    functional.triplet_margin_with_distance_loss,
+    functional.cosine_embedding_loss,
+    functional.multi_margin_loss,
+    functional.multilabel_margin_loss,
+    functional.multilabel_soft_margin_loss,
+    nn.TripletMarginLoss,
+    nn.TripletMarginWithDistanceLoss,
+    nn.CosineEmbeddingLoss,
+    nn.MultiMarginLoss,
+    nn.MultiLabelMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+)
+_CTC = (functional.ctc_loss, nn.CTCLoss)
+_BY_ELEMENT = (
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.huber_loss,
+    functional.smooth_l1_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.soft_margin_loss,
+    functional.poisson_nll_loss,
+    functional.kl_div,
+    functional.gaussian_nll_loss,
+    functional.hinge_embedding_loss,
+    functional.margin_ranking_loss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.HuberLoss,
+    nn.SmoothL1Loss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.SoftMarginLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    nn.GaussianNLLLoss,
+    nn.HingeEmbeddingLoss,
+    nn.MarginRankingLoss,
+)
+_TARGET_THIRD = (
+    functional.margin_ranking_loss,
+    functional.cosine_embedding_loss,
+    nn.MarginRankingLoss,
+    nn.CosineEmbeddingLoss,
+)
+_GAUSSIAN = (functional.gaussian_nll_loss, nn.GaussianNLLLoss)
+# Arguments after the second that have one entry for each sample.
+_DATA = ("negative", "target", "var", "input_lengths", "target_lengths")
+_NAMES = {
+    function: tuple(inspect.signature(function).parameters)[2:]
+    for function in _WITH_CLASSES + _BY_SAMPLE + _CTC + _BY_ELEMENT + _LINEAR
+    if not isinstance(function, type)
+}
+# Keywords that broadcast against the input, so that they are picked with it.
+_LIKE_INPUT = {
+    functional.binary_cross_entropy: ("weight",),
+    functional.binary_cross_entropy_with_logits: ("weight", "pos_weight"),
+    functional.mse_loss: ("weight",),
+    functional.l1_loss: ("weight",),
+    functional.huber_loss: ("weight",),
+    functional.multilabel_soft_margin_loss: ("weight",),
+}
+_FUNCTION_OF: dict[Any, Any] = {
+    nn.BCELoss: functional.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
+    nn.MultiLabelSoftMarginLoss: functional.multilabel_soft_margin_loss,
+}
+
+
+_WITHOUT_LABEL = (
+    functional.multilabel_margin_loss,
+    functional.multilabel_soft_margin_loss,
+    nn.MultiLabelMarginLoss,
+)
+
+
+def _is(loss_fn: Any, kinds: tuple[Any, ...]) -> bool:
+    return any(loss_fn is kind or (isinstance(kind, type) and isinstance(loss_fn, kind)) for kind in kinds)
+
+
+def _spelled_out(
+    loss_fn: Any, input: torch.Tensor, target: torch.Tensor, more: tuple[Any, ...], kw: dict[str, Any]
+) -> tuple[Any, torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Give a loss and its arguments in one form: data in `more`, settings and the weights of a module in `kw`."""
+    if loss_fn in _NAMES:
+        kw, more = dict(zip(_NAMES[loss_fn], more, strict=False)) | kw, ()
+    more = (*more, *[kw[name] for name in _DATA if name in kw])
+    kw = {name: value for name, value in kw.items() if name not in _DATA}
+    if "size_average" in kw or "reduce" in kw:
+        average, reduced = kw.pop("size_average", None), kw.pop("reduce", None)
+        if average is not None or reduced is not None:
+            kw["reduction"] = "none" if reduced is False else "sum" if average is False else "mean"
+    if _is(loss_fn, _GAUSSIAN) and more and input.dim() and getattr(more[0], "shape", None) == input.shape[:-1]:
+        more = (more[0].unsqueeze(-1), *more[1:])  # one variance for each sample
+    if _is(loss_fn, _LINEAR):
+        return _linear_spelled_out(loss_fn, target, more, kw)
+    function = _FUNCTION_OF.get(type(loss_fn))
+    if function is not None:
+        names = ("reduction", *_LIKE_INPUT[function])
+        loss_fn, kw = function, {name: getattr(loss_fn, name) for name in names} | kw
+    return loss_fn, target, more, kw
+
+
+class _LinearCrossEntropy:
+    """`linear_cross_entropy` in the form of the other losses: called with input and target."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.outputs = weight.shape[1:-1]
+
+    def __call__(self, input: torch.Tensor, target: torch.Tensor, **kw: Any) -> torch.Tensor:
+        loss: torch.Tensor = _LINEAR[0](input, self.weight, target, linear_bias=self.bias, **kw)
+        return loss
+
+
+def _linear_spelled_out(
+    loss_fn: Any, target: torch.Tensor, more: tuple[Any, ...], kw: dict[str, Any]
+) -> tuple[Any, torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    if isinstance(loss_fn, nn.Module):
+        shape = (loss_fn.num_classes, *loss_fn.out_features)  # type: ignore[misc]
+        linear: Any = loss_fn.linear
+        bias = None if linear.bias is None else linear.bias.reshape(shape)
+        names = ("weight", "reduction", "ignore_index", "label_smoothing", "options")
+        kw = {name: getattr(loss_fn, name) for name in names} | kw
+        weight = linear.weight.reshape(*shape, -1)
+    else:
+        weight, target, bias, more = target, more[0], kw.pop("linear_bias", None), ()
+    if kw.get("ignore_index") is None:  # torch wants none beside probabilities
+        kw |= {"ignore_index": None if target.is_floating_point() else -100}
+    return _LinearCrossEntropy(weight, bias), target, more, kw
+
+
+# --- samples without a batch ------------------------------------------------------------------------------------------
+
+
+def _unbatched(loss_fn: Any, input: torch.Tensor) -> bool:
+    if _is(loss_fn, _CTC):
+        return input.dim() == 2
+    return input.dim() < 2 and (_is(loss_fn, _WITH_CLASSES + _BY_SAMPLE) or isinstance(loss_fn, _LinearCrossEntropy))
+
+
+def _batch_of_one(loss_fn: Any, argument: Any, place: int) -> Any:
+    """Give an argument of an unbatched loss as that of a batch of one sample."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    if _is(loss_fn, _CTC):
+        return argument.unsqueeze(1) if place == 0 else argument.reshape(1, -1) if place == 1 else argument.reshape(1)
+    label = place == 1 and _is(loss_fn, (functional.multi_margin_loss, nn.MultiMarginLoss))
+    label = label or (place > 0 and argument.dim() == 0 and not _is(loss_fn, _WITHOUT_LABEL))
+    return argument.reshape(1) if label else argument.reshape(1, -1)
+
+
+def _for_one_sample(each: Any) -> Any:
+    return each.reshape(1) if isinstance(each, torch.Tensor) and each.dim() == 0 else each
+
+
+# --- how the arguments of a loss are taken apart ----------------------------------------------------------------------
+
+
+class _Picking:
+    """One whole sample after the other: the first dimension of every argument."""
+
+    by_class = False
+    ignored: int | None = None
+
+    def __init__(self, loss_fn: Any, input: torch.Tensor, target: torch.Tensor) -> None:
+        self.loss_fn = loss_fn
+        self.shape = torch.Size([self._samples(input)])
+        self.dims = input.dim()
+
+    def _samples(self, input: torch.Tensor) -> int:
+        return len(input)
+
+    def over_loss(self, kept: torch.Tensor) -> torch.Tensor:
+        """Turn a mask of the target's shape into one of the unreduced loss's: a sample needs all of it."""
+        return kept if kept.dim() == 1 else kept.flatten(1).all(1)
+
+    def picked(self, rows: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
+        """Give the arguments of the loss for these rows."""
+        return [self._pick(rows, argument) for argument in (input, target, *more)]
+
+    def picked_keywords(self, rows: torch.Tensor, kw: dict[str, Any]) -> dict[str, Any]:
+        """Give the keywords for these rows; a weight of fewer dimensions than the input is about columns."""
+        names = _LIKE_INPUT.get(self.loss_fn, ())
+        return {
+            name: self._pick(rows, value) if name in names and _dims(value) == self.dims else value
+            for name, value in kw.items()
+        }
+
+    def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
+        """Say how much each entry of the unreduced loss adds to the denominator."""
+        return torch.ones((), device=target.device).expand(self.shape)
+
+    def per_unit(self, per_element: torch.Tensor, rows: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor:
+        """Give the losses of these rows as the loss's own mean takes them."""
+        return per_element
+
+    def finite_outside(self, mask: torch.Tensor, input: torch.Tensor) -> bool:
+        """Tell whether what is left out can be left to torch's own `ignore_index`."""
+        return False
+
+    def stood_in(self, mask: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
+        """Give the arguments with harmless values where something is left out."""
+        if _is(self.loss_fn, _BY_SAMPLE + _CTC):
+            raise ArgumentValueError(
+                f"losses.masked_loss(): {_name(self.loss_fn)} takes whole samples, and their number would depend on "
+                "data that cannot be read here (torch.compile, vmap, FakeTensorMode).",
+                why="the shape of what is kept has to be known; call it outside of the compiled or mapped function.",
+            )
+        return [self._without(mask, argument) for argument in (input, target, *more)]
+
+    def _without(self, mask: torch.Tensor, argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor) or not argument.dim() or len(argument) != self.shape[0]:
+            return argument
+        kept = mask.reshape(-1, *[1] * (argument.dim() - 1))
+        return torch.where(kept, argument, 0.5 if argument.is_floating_point() else 0)
+
+    def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor) and argument.dim() and len(argument) == self.shape[0]:
+            return argument.index_select(0, rows)
+        return argument
+
+
+class _ByTime(_Picking):
+    """CTC: the samples are the second dimension of the input; targets may be one behind the other."""
+
+    def _samples(self, input: torch.Tensor) -> int:
+        return input.shape[1]
+
+    def picked(self, rows: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
+        input_lengths, target_lengths, *others = more
+        if target.dim() == 1:
+            parts = target.split([int(length) for length in target_lengths])
+            target = torch.cat([parts[row] for row in rows.tolist()])
+        else:
+            target = target.index_select(0, rows)
+        lengths = [_chosen(given, rows) for given in (input_lengths, target_lengths)]
+        return [input.index_select(1, rows), target, *lengths, *others]
+
+    def per_unit(self, per_element: torch.Tensor, rows: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor:
+        lengths = torch.as_tensor(_chosen(more[1], rows), device=per_element.device)
+        return per_element / lengths.clamp(min=1)
+
+
+class _ByElement(_Picking):
+    """One element after the other: the arguments broadcast to one shape."""
+
+    def __init__(self, loss_fn: Any, *arguments: torch.Tensor) -> None:
+        self.loss_fn = loss_fn
+        self.shape = torch.broadcast_shapes(*[one.shape for one in arguments])  # type: ignore[no-untyped-call]
+
+    def over_loss(self, kept: torch.Tensor) -> torch.Tensor:
+        return kept.expand(self.shape)
+
+    def picked_keywords(self, rows: torch.Tensor, kw: dict[str, Any]) -> dict[str, Any]:
+        names = _LIKE_INPUT.get(self.loss_fn, ())
+        return {name: self._pick(rows, value) if name in names else value for name, value in kw.items()}
+
+    def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
+        # These two divide by the sum of their own weights, huber_loss and the rest by the number of elements.
+        weight = kw.get("weight") if self.loss_fn in (functional.mse_loss, functional.l1_loss) else None
+        return super().amounts(target, kw) if weight is None else weight.expand(self.shape)
+
+    def stood_in(self, mask: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
+        # One half is inside the range of every loss of this kind: a probability, a variance, a number.
+        return [
+            torch.where(mask, argument, 0.5) if isinstance(argument, torch.Tensor) else argument
+            for argument in (input, target, *more)
+        ]
+
+    def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return argument.expand(self.shape).reshape(-1).index_select(0, rows)
+
+
+class _ByPosition(_Picking):
+    """One position after the other, the classes behind it: the second dimension of the input."""
+
+    by_class = True
+
+    def __init__(self, loss_fn: Any, input: torch.Tensor, target: torch.Tensor, ignored: int | None) -> None:
+        self.loss_fn = loss_fn
+        self.indices = not target.is_floating_point()
+        self.by_class = self.indices
+        self.ignored = ignored if self.indices else None
+        self.shape = input.shape[:1] + input.shape[2:]
+
+    def over_loss(self, kept: torch.Tensor) -> torch.Tensor:
+        return kept if self.indices else kept.all(1)
+
+    def picked(self, rows: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
+        return [self._behind(rows, input), self._pick(rows, target), *more]
+
+    def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
+        linear = isinstance(self.loss_fn, _LinearCrossEntropy)  # whose own weight is another one
+        weight = kw.get("weight", None if linear else getattr(self.loss_fn, "weight", None))
+        if weight is None or not self.indices:
+            return super().amounts(target, kw)
+        inside = (target >= 0) & (target < len(weight))
+        return torch.where(inside, weight[torch.where(inside, target, 0)], 0)
+
+    def stood_in(self, mask: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
+        over_classes = mask.unsqueeze(1)
+        safe = torch.where(mask if self.indices else over_classes, target, 0)
+        return [torch.where(over_classes, input, 0), safe, *more]
+
+    def finite_outside(self, mask: torch.Tensor, input: torch.Tensor) -> bool:
+        """Tell whether the scores of what is left out are finite for certain; where those lie apart, look at all."""
+        scores = input.detach()
+        if scores.dim() == 2:  # a bag is the sum of some rows, without a copy of them
+            rows = mask.logical_not().nonzero().squeeze(1)
+            scores = torch.embedding_bag(scores, rows, rows.new_zeros(1))[0]
+        return math.isfinite(scores.sum().item())
+
+    def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
+        return argument.reshape(-1).index_select(0, rows) if self.indices else self._behind(rows, argument)
+
+    def _behind(self, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.dim() > 2:
+            scores = scores.movedim(1, -1).reshape(-1, scores.shape[1])
+        return scores.index_select(0, rows)
+
+
+class _ByOutput(_ByPosition):
+    """`linear_cross_entropy` with several outputs of one sample: positions of the logits, not of the input."""
+
+    def __init__(self, loss_fn: _LinearCrossEntropy, input: torch.Tensor, target: torch.Tensor, ignored: Any) -> None:
+        super().__init__(loss_fn, input, target, ignored)
+        self.shape = torch.Size([len(input), *loss_fn.outputs])
+
+    def logits(self, mask: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.loss_fn.weight, self.loss_fn.bias
+        kept = torch.where(mask.flatten(1).any(1).unsqueeze(1), input, 0)  # a sample that is left out reaches no weight
+        flat = functional.linear(kept, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        return flat.reshape(-1, *weight.shape[:-1])
+
+
+def _picking_for(
+    loss_fn: Any,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    more: tuple[Any, ...],
+    keep: Any,
+    exclude: Any,
+    kw: dict[str, Any],
+) -> _Picking:
+    """Choose how a loss is taken apart."""
+    if _is(loss_fn, _CTC):
+        return _ByTime(loss_fn, input, target)
+    if isinstance(loss_fn, _LinearCrossEntropy):
+        by = _ByOutput if loss_fn.outputs else _ByPosition
+        return by(loss_fn, input, target, kw["ignore_index"])
+    if _is(loss_fn, _WITH_CLASSES):
+        ignored = kw.get("ignore_index", getattr(loss_fn, "ignore_index", -100))
+        return _ByPosition(loss_fn, input, target, ignored)
+    if _is(loss_fn, _BY_SAMPLE):
+        return _Picking(loss_fn, input, target)
+    samples = input.shape[:1]
+    own = not _is(loss_fn, _BY_ELEMENT)
+    batchmean = kw.get("reduction", getattr(loss_fn, "reduction", None)) == "batchmean"
+    if exclude is None and input.dim() > 1 and getattr(keep, "shape", None) == samples:
+        return _Picking(loss_fn, input, target)
+    if batchmean and input.dim() == 1:
+        return _Picking(loss_fn, input, target)  # each element is a sample
+    if batchmean:
+        raise ArgumentValueError(
+            'losses.masked_loss(): reduction="batchmean" with single elements left out.',
+            why="it divides by the number of samples, and a part of a sample has none.",
+            fix='reduction="mean"   # or keep of shape (n,), one answer for each sample',
+        )
+    if own and input.dim() > target.dim() > 0 and target.shape == samples:
+        return _Picking(loss_fn, input, target)  # one label for each sample, also where the two happen to broadcast
+    data = (input, target, *more[:1]) if _is(loss_fn, _TARGET_THIRD) else (input, target)
+    try:
+        return _ByElement(loss_fn, *data)
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(one.shape)) for one in data)
+        raise ArgumentValueError(
+            f"losses.masked_loss(): the arguments of {_name(loss_fn)} have shapes {shapes}, which do not broadcast.",
+            why="which elements of one belong to an element of the other is not known; whole samples can be left out.",
+            fix="" if exclude is None else f"keep=(target != {exclude!r}).flatten(1).all(1)   # whole samples",
+        ) from None
+
+
+def _chosen(lengths: Any, rows: torch.Tensor) -> Any:
+    if isinstance(lengths, torch.Tensor):
+        return lengths.index_select(0, rows.to(lengths.device))
+    return type(lengths)(lengths[row] for row in rows.tolist())
+
+
+def _dims(value: Any) -> int:
+    return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
+def _name(loss_fn: Any) -> str:
+    return getattr(loss_fn, "__name__", None) or describe(loss_fn)
