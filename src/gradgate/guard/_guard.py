@@ -14,6 +14,7 @@ from gradgate._snapshot import capture
 from gradgate._torch_compat import anything_compiled, is_compiled, leaf_of, nodes_below, tree_flatten, tree_unflatten
 from gradgate._trees import with_own_containers
 from gradgate.errors import TooManyBadSamples
+from gradgate.guard._advice import check_function
 from gradgate.guard._agreement import Alone
 from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
 from gradgate.guard._batches import BatchReader, Ids, Select, batch_dim_of, index_of
@@ -21,6 +22,7 @@ from gradgate.guard._company import agreement_of, unwrapped
 from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
 from gradgate.guard._judging import refuse_row, refuse_share, refused
 from gradgate.guard._one_at_a_time import OneAtATime
+from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
 from gradgate.guard._result import GuardResult, Summary
 from gradgate.guard._shared_step import SharedStep
@@ -95,6 +97,7 @@ class Guard:
         min_kept: int = 1,
         run: str | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         check_numbers(max_bad=max_bad, patience=patience, batch_dim=batch_dim, min_kept=min_kept)
         check_sink(sink)
         given = checked_modules(model)
@@ -122,6 +125,7 @@ class Guard:
         self._tally = Tally()
         self._one_at_a_time = OneAtATime()
         self._first = True
+        self._outsiders = Outsiders(self._modules)
         self._wishes: Wishes | None = None
         self._more = False
         self._others_have_more: bool | None = None
@@ -161,14 +165,18 @@ class Guard:
             scaler = None
         if not isinstance(self._agreement, Alone):
             return SharedStep(self, self._agreement, batch, ids).run(loss_fn, scaler)
+        check_function(batch, loss_fn, "guard.backward(batch, loss_fn)")
         size, writes, guests = self._reader.read(batch, ids)
         trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler)
-        if self._first:
-            trial.before_backward = self._look_around
+        if first := self._first:
+            trial.first, trial.before_backward = True, self._look_around
+            self._outsiders.look(loss_fn)
         with self._one_at_a_time:
             self._state.remember(guests)
             outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
             self._state.add_earlier_gradients()
+        if first or recovered is not None:
+            self._outsiders.warn(stacklevel=2)
         if recovered is None:
             self._tally.add_step(size, bad=False)
             return GuardResult(outcome.value, outcome.per_sample, range(size))
@@ -203,6 +211,7 @@ class Guard:
         Raises:
             TooManyBadSamples: More than `max_bad` of the batch is bad, or no sample can be blamed.
         """
+        check_function(batch, fn, "guard.forward(batch, fn)")
         size, writes, guests = self._reader.read(batch, ids)
         trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
         if isinstance(self._agreement, Alone):
@@ -222,6 +231,7 @@ class Guard:
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if recovered is None:
             return outcome.value, torch.ones(size, dtype=torch.bool, device=device)
+        self._outsiders.warn(stacklevel=2)
         index = index_of(recovered.kept)
         keep = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)
         filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]
@@ -272,6 +282,11 @@ class Guard:
         self._tally = Tally.from_state(rest)
         self.epoch = epoch
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy a guard as what it was made of and what it has counted."""
+        now = {name: getattr(self, name, given) for name, given in self._arguments.items()}
+        return _rebuilt, (type(self), now, self.state_dict())
+
     def _guarded(
         self, trial: Trial, batch: Any, size: int, writes: int, ids: Ids | None
     ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
@@ -289,6 +304,7 @@ class Guard:
             self._state.give_back_gradients()  # the device died; more would only hide its error
             raise
         except BaseException:
+            self._outsiders.forget()
             self._state.give_back()
             raise
         return recovered.outcome or Outcome(), recovered, incidents
@@ -347,6 +363,7 @@ class Guard:
             trial=trial,
             probe=probe,
             state=self._state,
+            outsiders=self._outsiders,
             reader=self._reader,
             batch=batch,
             size=size,
@@ -367,7 +384,13 @@ class Guard:
     def _look_around(self, loss: torch.Tensor) -> None:
         """Take in, at the first step, parameters that are trained although no guarded module owns them."""
         self._first = False
-        self._state.adopt(_trained(loss))
+        self._outsiders.trained(self._state.adopt(_trained(loss)))
+
+
+def _rebuilt(kind: type[Guard], arguments: dict[str, Any], counted: dict[str, Any]) -> Guard:
+    guard = kind(**arguments)
+    guard.load_state_dict(counted)
+    return guard
 
 
 def _trained(loss: torch.Tensor) -> list[torch.nn.Parameter]:

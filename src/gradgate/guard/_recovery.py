@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gradgate._names import listed
-from gradgate._torch_compat import buffers_of
 from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError, TooManyBadSamples
+from gradgate.guard._advice import advice
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import Fault
 from gradgate.guard._localise import Blame, Localisation, localise
+from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._scenes import Scenes
 from gradgate.guard._state import TrainingState
 from gradgate.guard._trial import Outcome, Trial
@@ -62,6 +63,7 @@ class Recovery:
         trial: Makes the tries that count.
         probe: Makes the tries that only tell something: the same without a gradient scaler.
         state: Is put back before every try.
+        outsiders: What runs and is not under guard.
         reader: Takes rows of the batch.
         batch: The batch.
         size: How many samples it holds.
@@ -74,6 +76,7 @@ class Recovery:
     trial: Trial
     probe: Trial
     state: TrainingState
+    outsiders: Outsiders
     reader: BatchReader
     batch: Any
     size: int
@@ -95,12 +98,15 @@ class Recovery:
             TooManyBadSamples: Too many are to blame, or everyone is for a value that is not finite.
         """
         marks = self.state.parameter_marks()
+        self.outsiders.look(self.trial.function)
         result = self._run(fault, Recovered(None, list(range(self.size)), []))
         for trial in {self.trial, self.probe}:
             trial.let_go(but=[*result.transient, result.whole])
         written = self.state.written_parameters(marks)
         if written:
             result.reasons.append(f"parameters are written inside the step: {listed(written, 3)}")
+        if strangers := self.outsiders.written():
+            result.reasons.append(strangers)
         if appeared := self.state.new_buffers():
             result.reasons.append(f"buffers appeared inside the step: {listed(appeared, 3)}")
         return result
@@ -115,7 +121,7 @@ class Recovery:
             eager = self.compiled and not retried
             scenes = Scenes(self.probe, self.state, self.reader, batch, len(result.kept), eager=eager)
             found = localise(scenes, fault, thorough=thorough)
-            self._note_strangers(found, result)
+            self.outsiders.note(found.modules)
             if not found.repeated:
                 if retried:
                     self._raise(fault, result, "it comes and goes: it did not show again when it was searched for")
@@ -197,15 +203,6 @@ class Recovery:
         result.kept = []
         return result
 
-    def _note_strangers(self, found: Localisation, result: Recovered) -> None:
-        """Say which modules ran that nobody put under guard although they have something to be guarded."""
-        strangers = [m for m in found.modules if m not in self.state.modules and buffers_of(m)]
-        if strangers:
-            names = listed(sorted({type(module).__name__ for module in strangers}), 3)
-            reason = f"modules with buffers ran that are not under guard: {names}; use Guard([model, other])"
-            if reason not in result.reasons:
-                result.reasons.append(reason)
-
     def _raise(self, fault: Fault, result: Recovered, evidence: str) -> NoReturn:
         """Raise a fault that is nobody's."""
         if result.dropped:
@@ -213,32 +210,26 @@ class Recovery:
             evidence = f"without the bad samples (rows {rows}) the batch cannot run either: {evidence}"
         if fault.error is None and (spoilt := self.state.spoilt_parameters()):
             evidence = f"{evidence}; parameters are not finite themselves: {listed(spoilt, 3)}"
-        raise_as_it_is(fault, self.size, evidence)
+        why, fix = advice(fault, self.batch, self.trial.function, self.state.parameters)
+        raise_as_it_is(fault, self.size, evidence, why, fix)
 
 
-def raise_as_it_is(fault: Fault, size: int, evidence: str) -> NoReturn:
+def raise_as_it_is(fault: Fault, size: int, evidence: str, why: str = "", fix: str = "") -> NoReturn:
     """Raise a fault that no sample is blamed for: the user's exception with the evidence behind it, or our own.
 
     Args:
         fault: The fault.
         size: How many samples the batch has.
         evidence: What speaks against blaming a sample.
+        why: The reason, as far as it is known.
+        fix: What helps against it, if anything does.
 
     Raises:
         TooManyBadSamples: The fault is no exception but a value that is not finite.
     """
     if fault.error is None:
-        raise TooManyBadSamples(
-            f"Guard: {fault.message} in a batch of {size} samples; {evidence}.",
-            why="a fault that no sample can be blamed for is in the code, the weights or the learning rate; "
-            "a loss can also be a mean over nothing (cross_entropy with every label ignored).",
-            fix="gg.diagnose(lambda: loss_fn(batch), model=model)   # shows where it is born",
-        )
-    told = GradgateError(
-        f"Guard: {evidence}.",
-        why="a fault of the code must be seen; no sample was dropped.",
-        fix="loss_fn(batch)   # must use the batch that it is given: the guard calls it with parts of yours",
-    )
+        raise TooManyBadSamples(f"Guard: {fault.message} in a batch of {size} samples; {evidence}.", why=why, fix=fix)
+    told = GradgateError(f"Guard: {evidence}.", why=why or "a fault of the code must be seen.", fix=fix)
     told.__cause__ = fault.error.__cause__
     with suppress(Exception):  # a class may let nobody set an attribute; the evidence stands behind it all the same
         fault.error.add_note(f"gradgate: {evidence}; no sample was dropped, and everything is as before the step.")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
+from gradgate.errors import GradgateError
 from gradgate.guard._tables import text_table
 from gradgate.records import Incident
 
@@ -40,6 +42,7 @@ class GuardResult:
         reason: str = "",
         transient: tuple[Incident, ...] = (),
     ) -> None:
+        loss.__dict__.update(_LOSS_HAS)
         self.loss = loss
         self.losses = losses
         self._kept = kept
@@ -58,6 +61,22 @@ class GuardResult:
     def __repr__(self) -> str:
         kept = f"kept={len(self._kept)} rows, dropped={len(self.dropped)}"
         return f"GuardResult(loss={self.loss.item():g}, {kept}, exact={self.exact})"
+
+
+def _backward(*args: object, **kwargs: object) -> NoReturn:
+    raise GradgateError(
+        "result.loss.backward(): the gradients are already there.",
+        why="guard.backward(batch, loss_fn) has run forward, loss and backward; result.loss is detached.",
+        fix="optimizer.step()   # right after result = guard.backward(batch, loss_fn)",
+    )
+
+
+def _no_state() -> None:
+    return None
+
+
+# On the tensor itself, which stays a plain one. Its state is empty, so that torch.save writes no function with it.
+_LOSS_HAS = {"backward": _backward, "__getstate__": _no_state}
 
 
 @dataclass(frozen=True, slots=True)

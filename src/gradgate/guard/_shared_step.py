@@ -14,6 +14,7 @@ import torch
 from gradgate._names import class_name, text_of
 from gradgate._trees import with_own_containers
 from gradgate.errors import OtherRankError
+from gradgate.guard._advice import advice, check_function
 from gradgate.guard._agreement import Agreement
 from gradgate.guard._batches import Ids
 from gradgate.guard._faults import Fault
@@ -46,6 +47,7 @@ class SharedStep:
         self._agreement = agreement
         self._batch = batch
         self._ids = ids
+        self._function: Callable[[Any], torch.Tensor]
         self._size = 0
         self._outcome = Outcome()
         self._recovered: Recovered | None = None
@@ -69,7 +71,9 @@ class SharedStep:
         """
         guard = self._guard
         error: BaseException | None = None
+        self._function = loss_fn
         try:
+            check_function(self._batch, loss_fn, "guard.backward(batch, loss_fn)")
             self._size = 0 if self._batch is None else guard._reader.count(self._batch, self._ids)
         except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
             error = raised
@@ -79,13 +83,16 @@ class SharedStep:
             try:
                 if error is None:
                     error = self._alone(loss_fn, scaler)
-                return self._together(error)
+                result = self._together(error)
             except torch.AcceleratorError:
                 guard._state.give_back_gradients()  # the device died; more would only hide its error
                 raise
             except BaseException:
+                guard._outsiders.forget()
                 guard._state.give_back()
                 raise
+        guard._outsiders.warn(stacklevel=3)
+        return result
 
     def _meet(self) -> None:
         """Make sure, in the first step, that all ranks do the same, and take the first one's word for the rest."""
@@ -105,6 +112,9 @@ class SharedStep:
         try:
             trial = LossTrial(loss_fn, state, self._agreement.check(guard._check), guard._catch, scaler)
             trial.before_backward = self._before_backward
+            if guard._first:
+                trial.first = True
+                guard._outsiders.look(loss_fn)
             writes = guard._reader.writes(self._batch)
             untouched = with_own_containers(self._batch)
             self._outcome = trial.run(self._batch, self._size)
@@ -196,7 +206,8 @@ class SharedStep:
         """Raise a fault that every sample of every rank has."""
         found = self._recovered
         if found is not None and found.whole is not None:
-            raise_as_it_is(found.whole, self._size, f"on every rank, {found.evidence}")
+            why, fix = advice(found.whole, self._batch, self._function, self._guard._state.parameters)
+            raise_as_it_is(found.whole, self._size, f"on every rank, {found.evidence}", why, fix)
         raise OtherRankError(
             "Guard: every sample of every other rank fails; this rank has none.",
             why="a fault that all samples have is in the code or the weights.",

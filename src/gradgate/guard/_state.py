@@ -42,13 +42,14 @@ class TrainingState:
         self._copies = BufferCopies(dense)
         self._random.watch({tensor.device for tensor in [*self.parameters, *dense]})
 
-    def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Take in parameters that a step is about to train although no guarded module owns them."""
+    def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Take in parameters that a step is about to train although no guarded module owns them, and give these."""
         known = set(self.parameters)
         strangers = [parameter for parameter in parameters if parameter not in known]
         self._extra += strangers
         self.parameters += strangers
         self._lay_aside(strangers)
+        return strangers
 
     def remember(self, guests: Sequence[torch.Tensor] = ()) -> None:
         """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied.
@@ -103,6 +104,10 @@ class TrainingState:
     def gradients(self) -> list[torch.Tensor]:
         """Give the gradients that the current try has made."""
         return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
+
+    def has_own_gradients(self) -> bool:
+        """Tell whether a parameter has a gradient, inputs left aside."""
+        return any(p.grad is not None for p in self.parameters if isinstance(p, torch.nn.Parameter))
 
     def earlier(self) -> dict[torch.Tensor, torch.Tensor]:
         """Give the gradients laid aside, by parameter."""

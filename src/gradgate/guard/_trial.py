@@ -12,6 +12,7 @@ import torch
 from gradgate._finite import FiniteCheck
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.guard._advice import check_call, refuse_own_backward
 from gradgate.guard._faults import Fault, must_pass
 from gradgate.guard._finite import non_finite_rows, tensors_in
 from gradgate.guard._state import TrainingState
@@ -140,6 +141,7 @@ class LossTrial(_Catching):
         self._state = state
         self._check = check
         self.before_backward: Callable[[torch.Tensor], None] | None = None
+        self.first = False
 
     def forward(self, batch: Any, size: int) -> Outcome:
         """Run the loss function and look at the loss."""
@@ -180,13 +182,16 @@ class LossTrial(_Catching):
         except self.catch as error:
             if must_pass(error):
                 raise
+            check_call(self.function, batch, error)
             return Outcome(self._fault(error))
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
+        if (self.first or not isinstance(value, torch.Tensor)) and self._state.has_own_gradients():
+            refuse_own_backward()
         if not isinstance(value, torch.Tensor):
             raise ArgumentTypeError(
                 f"Guard.backward(): `loss_fn` returned {describe(value)}.",
                 why="it gives the mean loss of the batch, or one loss for each sample, as a tensor.",
-                fix="return loss   # and keep other results with `nonlocal` or in a list",
+                fix="return loss   # the tensor: no loss.item(), no tuple",
             )
         if value.is_complex():
             raise ArgumentTypeError(
