@@ -25,28 +25,30 @@ class FiniteCheck:
         Returns:
             True if there is a NaN or an Inf.
         """
-        answer = None
+        answer = flags = None
         if gradients:
             first = gradients[0]
-            answer, one = self._flags.get(first.get_device()) or self._new_flags(first)
+            # Taken out while in use: an interrupt must not leave a flag that is set.
+            answer, one = flags = self._flags.pop(first.get_device(), None) or _new_flags(first)
             try:
                 find_non_finite(gradients, answer, one)
             except RuntimeError:
                 # Several devices; sparse, complex or overlapping gradients; or a device without this pass.
                 answer = torch.stack([_any_non_finite(each).to(first.device) for each in gradients]).any().float()
+                flags = None
         if loss is not None:
             # 0 if the loss is finite and NaN if not: it travels with the flag in the same read.
             nothing = loss - loss
             answer = nothing if answer is None else answer + nothing.to(answer.device)
-        if answer is None or answer.item() == 0:
-            return False
-        self._flags.clear()
-        return True
+        if answer is not None and answer.item() != 0:
+            return True
+        if flags is not None:
+            self._flags[first.get_device()] = flags
+        return False
 
-    def _new_flags(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flags = torch.zeros(1, device=like.device), torch.ones(1, device=like.device)
-        self._flags[like.get_device()] = flags
-        return flags
+
+def _new_flags(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, device=like.device), torch.ones(1, device=like.device)
 
 
 def _any_non_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -137,11 +137,11 @@ class _NumpyState:
         assert self._current is not None
         generator = self._current()
         if generator is not self._generator:
-            self._generator = generator
             known = type(generator).__name__ == "MT19937"
             # In numpy: the words, which change when all are drawn, then an int that each draw moves on.
             address = generator.ctypes.state_address if known else 0
             self._draws = (_memory(address, 8), _memory(address + 4 * TWISTER_WORDS, 4)) if known else ()
+            self._generator = generator
         return b"".join(self._draws)
 
 

@@ -19,6 +19,7 @@ from gradgate._torch_compat._graph import (
 )
 from gradgate._torch_compat._modes import (
     DispatchMode,
+    ThreadModes,
     enter_mode,
     leave_mode,
     on_top,
@@ -30,6 +31,9 @@ from gradgate._torch_compat._modules import (
     ModuleCall,
     anything_compiled,
     buffers_of,
+    call_before_modules,
+    call_with_gradient,
+    compiled_as_written,
     innermost_call,
     is_compiled,
     mixes_rows,
@@ -47,6 +51,7 @@ from gradgate._torch_compat._parallel import (
     sync_buffers,
 )
 from gradgate._torch_compat._sharing import (
+    add_tensors,
     copy_on_write,
     copy_tensors,
     find_non_finite,
@@ -75,6 +80,8 @@ __all__ = [
     "DispatchMode",
     "ModuleCall",
     "Replica",
+    "ThreadModes",
+    "add_tensors",
     "address_of",
     "alone_in_replica",
     "alone_in_shards",
@@ -83,6 +90,9 @@ __all__ = [
     "assert_later",
     "bound_apply",
     "buffers_of",
+    "call_before_modules",
+    "call_with_gradient",
+    "compiled_as_written",
     "copy_on_write",
     "copy_tensors",
     "current_node",

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from operator import call
+
 import torch
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-__all__ = ["DispatchMode", "enter_mode", "leave_mode", "on_top", "read_grad_mode", "undispatched", "write_grad_mode"]
+__all__ = [
+    "DispatchMode",
+    "ThreadModes",
+    "enter_mode",
+    "leave_mode",
+    "on_top",
+    "read_grad_mode",
+    "undispatched",
+    "write_grad_mode",
+]
 
 read_grad_mode = torch.is_grad_enabled
 """Tell whether this thread records; the public name, kept beside its counterpart."""
@@ -60,3 +71,43 @@ def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
         return _get_current_dispatch_mode() is mode
     top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return top is mode
+
+
+class ThreadModes:
+    """Recording and autocast of this thread, to be put back where an interrupt has torn a block of torch's apart."""
+
+    def __init__(self) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        self._kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the modes as they are now."""
+        self._recording = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds
+        ]
+        self._caching = torch.is_autocast_cache_enabled()
+        self._nesting = _autocast_nesting()
+
+    def restore(self) -> None:
+        """Put them back, as often as wanted."""
+        write_grad_mode(self._recording)
+        for kind, enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caching)
+        while (nesting := _autocast_nesting()) != self._nesting:
+            _DEEPER() if nesting < self._nesting else _HIGHER()
+        # A cast of a weight that was cached without recording would cut the weight off in the next try.
+        torch.clear_autocast_cache()
+
+
+# Torch counts the blocks of autocast that are open: while one seems to be, casts of old weights are kept.
+_DEEPER, _HIGHER = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+
+
+def _autocast_nesting() -> int:
+    """Read the count, which only writing returns; unpacking makes both calls in one bytecode: nothing comes between."""
+    _, nesting = map(call, (_DEEPER, _HIGHER))
+    return nesting

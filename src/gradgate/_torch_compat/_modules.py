@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -11,9 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as module_hooks
 
+from gradgate._patches import Patches
+
 __all__ = [
     "anything_compiled",
     "buffers_of",
+    "call_before_modules",
+    "call_with_gradient",
+    "compiled_as_written",
     "innermost_call",
     "is_compiled",
     "mixes_rows",
@@ -108,21 +115,41 @@ def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
 
 
 @contextmanager
-def watched_modules(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+def watched_modules(patches: Patches, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     """Call functions around the forward of every module, as long as the block lasts.
 
     Args:
+        patches: Notes the hooks; removes them also where an interrupt keeps the block from doing so.
         enter: Called before, with the module and its positional arguments.
         leave: Called after, with the module, its positional and keyword arguments, and its output.
     """
-    handles = [
-        module_hooks.register_module_forward_pre_hook(enter),
-        module_hooks.register_module_forward_hook(leave, with_kwargs=True),
-    ]
-    try:
+    key = object()
+    with patches.block():
+        patches.put(module_hooks._global_forward_hooks_with_kwargs, key, True)
+        patches.put(module_hooks._global_forward_hooks, key, leave)
+        patches.put(module_hooks._global_forward_pre_hooks, key, enter)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-            # Not removed by torch 2.13; what is left there makes torch.compile believe in global hooks for ever.
-            module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
+
+
+def call_before_modules(patches: Patches, enter: Callable[..., None]) -> None:
+    """Call a function before the forward of every module, until the patches are undone."""
+    patches.put(module_hooks._global_forward_pre_hooks, object(), enter)
+
+
+def call_with_gradient(patches: Patches, leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call a function with the gradient that reaches a leaf, until the patches are undone; it outlives its graph."""
+    if leaf._backward_hooks is None:
+        leaf._backward_hooks = OrderedDict()
+    patches.put(leaf._backward_hooks, object(), hook)
+
+
+@contextmanager
+def compiled_as_written(patches: Patches) -> Iterator[None]:
+    """Run compiled functions and modules as they were written, so that hooks see inside and no size is compiled for."""
+    from torch._dynamo import eval_frame
+
+    with patches.block():
+        patches.put(vars(warnings), "filters", warnings.filters[:])
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        patches.put(vars(eval_frame), "_stance", eval_frame.DynamoStance("force_eager"))
+        yield

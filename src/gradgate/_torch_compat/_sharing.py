@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 __all__ = [
+    "add_tensors",
     "copy_on_write",
     "copy_tensors",
     "find_non_finite",
@@ -71,6 +72,10 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
     """
     if destinations:
         torch._foreach_copy_(destinations, sources)
+
+
+add_tensors = torch._foreach_add_
+"""Add many tensors to as many others in place, in one call that no interrupt can split."""
 
 
 # A name of its own and no function around it: it is called in every step.

@@ -63,19 +63,20 @@ class BufferCopies:
                     tensor.copy_(copy)
 
     def _lay_out(self) -> None:
-        self._plain: list[tuple[torch.Tensor, int, memoryview, memoryview]] = []
-        self._others: list[torch.Tensor] = []
-        self._other_copies: list[torch.Tensor] = []
-        self._lazy: list[tuple[torch.Tensor, torch.Tensor]] = []
+        plain: list[tuple[torch.Tensor, int, memoryview, memoryview]] = []
+        others: list[torch.Tensor] = []
+        other_copies: list[torch.Tensor] = []
+        lazy: list[tuple[torch.Tensor, torch.Tensor]] = []
         for copy, tensor in zip(self._copies, self._tensors, strict=True):
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 # Sparse, or only marked as such, it cannot be written to together with others.
-                self._lazy.append((copy, tensor))
+                lazy.append((copy, tensor))
             elif _lies_plainly(tensor) and copy.dtype is tensor.dtype and copy.nbytes == tensor.nbytes:
-                self._plain.append((tensor, tensor.data_ptr(), _memory_of(tensor), _memory_of(copy)))
+                plain.append((tensor, tensor.data_ptr(), _memory_of(tensor), _memory_of(copy)))
             else:
-                self._others.append(tensor)
-                self._other_copies.append(copy)
+                others.append(tensor)
+                other_copies.append(copy)
+        self._plain, self._others, self._other_copies, self._lazy = plain, others, other_copies, lazy
 
 
 def _alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:

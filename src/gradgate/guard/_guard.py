@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 
 from gradgate._finite import FiniteCheck
 from gradgate._snapshot import capture
-from gradgate._torch_compat import anything_compiled, is_compiled, leaf_of, nodes_below, tree_flatten, tree_unflatten
+from gradgate._torch_compat import (
+    add_tensors,
+    anything_compiled,
+    is_compiled,
+    leaf_of,
+    nodes_below,
+    tree_flatten,
+    tree_unflatten,
+)
 from gradgate._trees import with_own_containers
-from gradgate.errors import TooManyBadSamples
+from gradgate.errors import GradgateError, TooManyBadSamples
 from gradgate.guard._advice import check_function
 from gradgate.guard._agreement import Alone
 from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
@@ -21,7 +32,6 @@ from gradgate.guard._batches import BatchReader, Ids, Select, batch_dim_of, inde
 from gradgate.guard._company import agreement_of, unwrapped
 from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
 from gradgate.guard._judging import refuse_row, refuse_share, refused
-from gradgate.guard._one_at_a_time import OneAtATime
 from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
 from gradgate.guard._result import GuardResult, Summary
@@ -123,7 +133,6 @@ class Guard:
         self._reader = BatchReader(batch_dim, select, count)
         self._check = FiniteCheck()
         self._tally = Tally()
-        self._one_at_a_time = OneAtATime()
         self._first = True
         self._outsiders = Outsiders(self._modules)
         self._wishes: Wishes | None = None
@@ -171,25 +180,34 @@ class Guard:
         if first := self._first:
             trial.first, trial.before_backward = True, self._look_around
             self._outsiders.look(loss_fn)
-        with self._one_at_a_time:
+        self._refuse_nesting()
+        try:
             self._state.remember(guests)
             outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
-            self._state.add_earlier_gradients()
-        if first or recovered is not None:
-            self._outsiders.warn(stacklevel=2)
-        if recovered is None:
-            self._tally.add_step(size, bad=False)
-            return GuardResult(outcome.value, outcome.per_sample, range(size))
-        self._tally.add_step(size, bad=bool(recovered.dropped))
-        return GuardResult(
-            loss=torch.tensor(float("nan")) if outcome.value is None else outcome.value,
-            losses=outcome.per_sample,
-            kept=recovered.kept,
-            dropped=tuple(incident for incident in incidents if not incident.transient),
-            exact=not recovered.reasons,
-            reason="; ".join(recovered.reasons),
-            transient=tuple(incident for incident in incidents if incident.transient),
-        )
+            if first or recovered is not None:
+                self._outsiders.warn(stacklevel=2)
+            if recovered is None:
+                tally = self._tally.after_step(size, bad=False)
+                result = GuardResult(outcome.value, outcome.per_sample, range(size))
+            else:
+                tally = self._tally.after_step(size, bad=bool(recovered.dropped), incidents=incidents)
+                result = GuardResult(
+                    loss=torch.tensor(float("nan")) if outcome.value is None else outcome.value,
+                    losses=outcome.per_sample,
+                    kept=recovered.kept,
+                    dropped=tuple(incident for incident in incidents if not incident.transient),
+                    exact=not recovered.reasons,
+                    reason="; ".join(recovered.reasons),
+                    transient=tuple(incident for incident in incidents if incident.transient),
+                )
+            # Python looks for interrupts after calls and at jumps. Unpacking is neither, and nothing that follows is:
+            # an interrupt comes before, and everything is as before the step, or after the return.
+            _ = [*map(add_tensors, *self._state.sums())]
+            self._state.open, self._tally = False, tally
+            return result
+        except BaseException:
+            self._state.give_back()
+            raise
 
     def forward(
         self, batch: Any, fn: Callable[[Any], Any], fill_value: float = float("nan"), *, ids: Ids | None = None
@@ -214,24 +232,37 @@ class Guard:
         check_function(batch, fn, "guard.forward(batch, fn)")
         size, writes, guests = self._reader.read(batch, ids)
         trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
+        apart: AbstractContextManager[None] = nullcontext()
         if isinstance(self._agreement, Alone):
-            with self._one_at_a_time:
-                self._state.remember(guests)
-                outcome, recovered, _ = self._guarded(trial, batch, size, writes, ids)
-                self._state.add_earlier_gradients()
+            self._refuse_nesting()
         else:
+            apart = self._agreement.apart(training=False)
             if self._closed is not None:
                 self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
                 self._closed = None
-            with self._agreement.apart(training=False):
+        try:
+            with apart:
                 self._state.remember(guests)
-                outcome, recovered, _ = self._guarded(trial, batch, size, writes, ids)
-            self._state.add_earlier_gradients()
-        leaves, form = tree_flatten(outcome.value)
+                outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
+            if recovered is not None:
+                self._outsiders.warn(stacklevel=2)
+            output, keep = self._placed(outcome.value, recovered, size, fill_value)
+            tally = self._tally.after_incidents(incidents)
+            _ = [*map(add_tensors, *self._state.sums())]  # as in `backward`
+            self._state.open, self._tally = False, tally
+            return output, keep
+        except BaseException:
+            self._state.give_back()
+            raise
+
+    def _placed(
+        self, output: Any, recovered: Recovered | None, size: int, fill_value: float
+    ) -> tuple[Any, torch.Tensor]:
+        """Put the rows of an output at their places among all rows of the batch."""
+        leaves, form = tree_flatten(output)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if recovered is None:
-            return outcome.value, torch.ones(size, dtype=torch.bool, device=device)
-        self._outsiders.warn(stacklevel=2)
+            return output, torch.ones(size, dtype=torch.bool, device=device)
         index = index_of(recovered.kept)
         keep = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)
         filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]
@@ -301,7 +332,7 @@ class Guard:
                 raise_as_it_is(outcome.fault, size, "the batch was written to in place, so nothing can be tried again")
             recovered, incidents = self._recover(trial, outcome, batch, size, ids)
         except torch.AcceleratorError:
-            self._state.give_back_gradients()  # the device died; more would only hide its error
+            self._state.give_back(device_died=True)  # the device died; more would only hide its error
             raise
         except BaseException:
             self._outsiders.forget()
@@ -328,16 +359,14 @@ class Guard:
         try:
             recovered = self._search(trial, failed, batch, size, refuse)
             dropped = recorder.dropped(recovered.dropped)
-            if dropped and trial.walks_back:
+            if dropped and trial.walks_back and self._tally.in_a_row + 1 >= self.patience:
                 self._tally.in_a_row += 1
-                if self._tally.in_a_row >= self.patience:
-                    refuse_row(refused(dropped, too_many=False), self._tally.in_a_row, self.patience)
+                refuse_row(refused(dropped, too_many=False), self._tally.in_a_row, self.patience)
         except TooManyBadSamples as too_many:
             if too_many.incidents:
                 record(too_many.incidents)
             raise
         incidents = dropped + recorder.transient(recovered.transient)
-        self._tally.add_incidents(incidents)
         record(incidents)
         return recovered, incidents
 
@@ -383,8 +412,28 @@ class Guard:
 
     def _look_around(self, loss: torch.Tensor) -> None:
         """Take in, at the first step, parameters that are trained although no guarded module owns them."""
-        self._first = False
         self._outsiders.trained(self._state.adopt(_trained(loss)))
+        self._first = False
+
+    def _refuse_nesting(self) -> None:
+        """Raise where a step of this guard is running, in this thread or another; one that was interrupted is not."""
+        if self._state.open and _calls_of(self) > 1:
+            raise GradgateError(
+                "Guard: a guard was used inside one of its own steps, or by two threads at once.",
+                why="the gradients and buffers that it put aside for the first step would be lost.",
+                fix="out, keep = guard.forward(batch, fn)   # before guard.backward; or another Guard inside",
+            )
+
+
+def _calls_of(guard: Guard) -> int:
+    """Count the steps of a guard that are running: the stacks of all threads know, whatever was interrupted."""
+    steps, calls = {Guard.backward.__code__, Guard.forward.__code__}, 0
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            calls += frame.f_code in steps and frame.f_locals.get("self") is guard
+            frame = frame.f_back
+    return calls
 
 
 def _rebuilt(kind: type[Guard], arguments: dict[str, Any], counted: dict[str, Any]) -> Guard:

@@ -161,7 +161,7 @@ class _Localiser:
         """Run the batch again under the same state to see what ran, without recording if the fault shows so too."""
         for recording in (False, True):
             self.scenes.recording = recording
-            observer = Observer(self.scenes.size, self.scenes.batch_dim)
+            observer = Observer(self.scenes.size, self.scenes.batch_dim, self.scenes.state.patches)
             with self.scenes.prepared(), observer:
                 again = self.scenes.trial.forward(self.scenes.batch, self.scenes.size).fault
             self.found.modules = list(observer.modules)
@@ -187,7 +187,7 @@ class _Localiser:
         """See at which module the first rows were not finite, before they were mixed into all others."""
         for recording in (False, True):
             self.scenes.recording = recording
-            observer = Observer(self.scenes.size, self.scenes.batch_dim, values=True)
+            observer = Observer(self.scenes.size, self.scenes.batch_dim, self.scenes.state.patches, values=True)
             outcome = None
             with self.scenes.prepared(), observer:
                 observer.look(self.scenes.batch)
@@ -224,7 +224,7 @@ class _Localiser:
     def _by_gradients(self) -> None:
         """See at which module the first gradient that is not finite came back, and in which rows."""
         scenes = self.scenes
-        observer = Observer(scenes.size, scenes.batch_dim, gradients=True)
+        observer = Observer(scenes.size, scenes.batch_dim, scenes.state.patches, gradients=True)
         with scenes.prepared(recording=True), observer:
             outcome = scenes.trial.forward(scenes.batch, scenes.size)
             if outcome.fault is not None or not observer.entries:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from gradgate._patches import Patches
 from gradgate._source import Line, running_line, written
-from gradgate._torch_compat import ModuleCall, mixes_rows, watched_modules, write_mark
+from gradgate._torch_compat import ModuleCall, call_with_gradient, mixes_rows, watched_modules, write_mark
 from gradgate.guard._batches import batch_dim_of, index_of
 from gradgate.guard._finite import non_finite_rows, tensors_in
 
@@ -68,13 +69,17 @@ class Observer:
     Args:
         size: How many samples the batch holds.
         batch_dim: The dimension of the samples.
+        patches: Notes the hooks.
         values: Look at the values that modules take and give.
         gradients: Look at the gradients that come back to what modules gave.
     """
 
-    def __init__(self, size: int, batch_dim: int, *, values: bool = False, gradients: bool = False) -> None:
+    def __init__(
+        self, size: int, batch_dim: int, patches: Patches, *, values: bool = False, gradients: bool = False
+    ) -> None:
         self._size = size
         self._batch_dim = batch_dim
+        self._patches = patches
         self._values = values
         self._gradients = gradients
         self._looks = values or gradients  # then only the answers of the outermost modules are asked for
@@ -92,7 +97,7 @@ class Observer:
         self.entries: list[torch.Tensor] = []
 
     def __enter__(self) -> Observer:
-        self._watching.enter_context(watched_modules(self._enter_module, self._leave_module))
+        self._watching.enter_context(watched_modules(self._patches, self._enter_module, self._leave_module))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
@@ -178,11 +183,12 @@ class Observer:
         """Look at the gradients of what modules gave as soon as they come, and give the tensors to walk back to."""
         for tensor in self.entries:
             # The way back ends at an entry: its node does not run, nor does a hook of the node.
-            if (look := self._gave.pop(_source_of(tensor), None)) is not None:
+            if (look := self._gave.get(_source_of(tensor))) is not None and tensor.grad_fn is not None:
+                del self._gave[_source_of(tensor)]
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
         for (source, number), look in self._gave.items():
             if isinstance(source, torch.Tensor):
-                source.register_hook(look)  # type: ignore[no-untyped-call]
+                call_with_gradient(self._patches, source, look)
             else:  # the same gradient, for an eighth of the cost of a hook on the tensor
                 source.register_prehook(partial(_of_output, number, look))
         return self.entries

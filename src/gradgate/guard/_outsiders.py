@@ -116,10 +116,10 @@ class Outsiders:
     def look(self, function: Callable[..., Any]) -> None:
         """Note the modules that a function can reach, and what their buffers are now; they are looked for once."""
         if not self._looked:
-            self._looked = True
             for path, thing in reachable(function):
                 if isinstance(thing, torch.nn.Module):
                     self._names.setdefault(thing, path)
+            self._looked = True
         self.note(self._names)
 
     def note(self, modules: Iterable[torch.nn.Module]) -> None:

@@ -6,16 +6,15 @@ with; and the code around modules, which then answer from a tape.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from gradgate._names import text_of
 from gradgate._source import raising_spot
-from gradgate._torch_compat import ModuleCall, write_mark
+from gradgate._torch_compat import ModuleCall, compiled_as_written, write_mark
 from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError
 from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, taking
@@ -63,15 +62,9 @@ class Scenes:
         """The batch, in containers that the user's code may do with as it likes."""
         return with_own_containers(self._batch)
 
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Run compiled modules as they were written, so that hooks see inside and no size is compiled for."""
-        if not self.eager:
-            yield
-            return
-        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-            yield
+    def as_written(self) -> AbstractContextManager[None]:
+        """Run compiled modules as they were written, if there may be any."""
+        return compiled_as_written(self.state.patches) if self.eager else nullcontext()
 
     @contextmanager
     def prepared(self, *, recording: bool | None = None, light: bool = False) -> Iterator[None]:
@@ -112,7 +105,7 @@ class Scenes:
                 return Verdict.PASSES  # it came past the fault
             return self._verdict(rows, fault, outcome)
 
-        with self.prepared(), tape.installed(until=fault.error is not None):
+        with self.prepared(), tape.installed(self.state.patches, until=fault.error is not None):
             yield test
 
     @contextmanager
@@ -134,7 +127,7 @@ class Scenes:
             finite = all(bool(torch.isfinite(gradient).all()) for gradient in back.value if gradient is not None)
             return Verdict.PASSES if finite else Verdict.SAME
 
-        with self.prepared(recording=True), tape.installed():
+        with self.prepared(recording=True), tape.installed(self.state.patches):
             yield test
 
     @contextmanager
@@ -169,7 +162,7 @@ class Scenes:
             stack.enter_context(self.prepared())
             for kind, dtype in autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-            stack.enter_context(tape.installed(until=until, besides=module))
+            stack.enter_context(tape.installed(self.state.patches, until=until, besides=module))
             yield test
 
     def smears(self, call: ModuleCall, row: int, companion: int) -> bool:

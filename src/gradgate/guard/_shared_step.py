@@ -85,7 +85,7 @@ class SharedStep:
                     error = self._alone(loss_fn, scaler)
                 result = self._together(error)
             except torch.AcceleratorError:
-                guard._state.give_back_gradients()  # the device died; more would only hide its error
+                guard._state.give_back(device_died=True)  # the device died; more would only hide its error
                 raise
             except BaseException:
                 guard._outsiders.forget()
@@ -183,8 +183,7 @@ class SharedStep:
             self._agreement.settle(share, totals, guard._state)
         else:
             guard._state.give_back()
-        guard._tally.add_incidents(everything)
-        guard._tally.add_step(totals.size, bad=totals.bad > 0)
+        guard._tally = guard._tally.after_step(totals.size, bad=totals.bad > 0, incidents=everything)
         return self._result(kept, totals, [reason for pack in packs for reason in pack[1]])
 
     def _reasons(self) -> list[str]:
@@ -219,15 +218,16 @@ class SharedStep:
         guard = self._guard
         too_many = totals.bad > guard.max_bad * totals.size
         dropped = refused([incident for incident in incidents if not incident.transient], too_many=too_many)
-        if totals.bad and not too_many:
-            guard._tally.in_a_row += 1
-        if too_many or (totals.bad and guard._tally.in_a_row >= guard.patience):
+        in_a_row = guard._tally.in_a_row + 1
+        if too_many or (totals.bad and in_a_row >= guard.patience):
+            if not too_many:
+                guard._tally.in_a_row = in_a_row
             self._record(dropped, packs)
             cause = None if self._recovered is None or self._recovered.whole is None else self._recovered.whole.error
             try:
                 if too_many:
                     refuse_share(dropped, totals.bad, totals.size, guard.max_bad)
-                refuse_row(dropped, guard._tally.in_a_row, guard.patience)
+                refuse_row(dropped, in_a_row, guard.patience)
             except RuntimeError as refusal:
                 raise refusal from cause
 

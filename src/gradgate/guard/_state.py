@@ -1,54 +1,69 @@
-"""What a step may write besides its result: buffers, gradients and random state, taken before and put back after.
+"""What a step may write besides its result: buffers, gradients, random state, modes; taken before, put back after.
 
 Parameters are not copied: a step does not write them. `written_parameters` finds the models that do.
+
+An interrupt may come between any two lines here. Nothing is put back that was not completely taken, putting back can be
+repeated, and what was not put back is put back before the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 
+from gradgate._patches import Patches, to_the_end
 from gradgate._random_state import RandomState
-from gradgate._torch_compat import buffers_of, write_mark
+from gradgate._torch_compat import ThreadModes, add_tensors, buffers_of, write_count, write_mark
 from gradgate.guard._buffer_copies import BufferCopies
 
 __all__ = ["TrainingState"]
 
 
 class TrainingState:
-    """Buffers, gradients and random state of some modules.
+    """Buffers, gradients, random state and modes around some modules.
 
     Args:
         modules: The modules that a step runs.
+
+    Attributes:
+        open: Whether a step has begun whose end was neither `close` nor `give_back`.
+        patches: What a search replaces in hooks and modules.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._roots = list(modules)
         self._random = RandomState()
+        self._modes = ThreadModes()
+        self.patches = Patches()
+        self.open = False
+        self._complete = False
         self._extra: list[torch.nn.Parameter] = []
-        self._guests: list[torch.Tensor] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._added: tuple[torch.Tensor, int] | None = None
         self.refresh()
 
-    def refresh(self) -> None:
+    def refresh(self, guests: Sequence[torch.Tensor] = ()) -> None:
         """Look again at what parameters and buffers there are; modules may have been moved or extended."""
-        self.modules = unique = dict.fromkeys(module for root in self._roots for module in root.modules())
-        found = (parameter for module in unique for parameter in module.parameters(recurse=False))
-        self.parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self._extra, *self._guests]))
-        self._tables = [table for module in unique if (table := buffers_of(module))]
-        self._bound = [(table, name, buffer) for table in self._tables for name, buffer in table.items()]
-        dense = [_without_repeats(b) for b in dict.fromkeys(buffer for *_, buffer in self._bound) if b is not None]
-        self._copies = BufferCopies(dense)
-        self._random.watch({tensor.device for tensor in [*self.parameters, *dense]})
+        modules = dict.fromkeys(module for root in self._roots for module in root.modules())
+        found = (parameter for module in modules for parameter in module.parameters(recurse=False))
+        parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self._extra, *guests]))
+        tables = [table for module in modules if (table := buffers_of(module))]
+        bound = [(table, name, buffer) for table in tables for name, buffer in table.items()]
+        dense = [_without_repeats(b) for b in dict.fromkeys(buffer for *_, buffer in bound) if b is not None]
+        copies = BufferCopies(dense)
+        self._random.watch({tensor.device for tensor in [*parameters, *dense]})
+        self.modules, self.parameters, self._guests = modules, parameters, list(guests)
+        self._tables, self._bound, self._copies = tables, bound, copies
 
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Take in parameters that a step is about to train although no guarded module owns them, and give these."""
         known = set(self.parameters)
         strangers = [parameter for parameter in parameters if parameter not in known]
+        self._lay_aside(strangers)  # first: what is not laid aside must not be dropped
         self._extra += strangers
         self.parameters += strangers
-        self._lay_aside(strangers)
         return strangers
 
     def remember(self, guests: Sequence[torch.Tensor] = ()) -> None:
@@ -57,16 +72,19 @@ class TrainingState:
         Args:
             guests: Tensors besides the parameters that take a gradient in this step: inputs.
         """
+        if self.open:
+            self.give_back()
+        self._modes.remember()
+        self._gradients, self._added, self._complete, self.open = [], None, False, True
         self._random.remember()
         if guests or self._guests:
-            self._guests = list(guests)
-            self.refresh()
+            self.refresh(guests)
         if self._bound:
             if self._was_rebound():
-                self.refresh()
+                self.refresh(guests)
             self._copies.take()
-        self._gradients = []
         self._lay_aside(self.parameters)
+        self._complete = True
 
     def _was_rebound(self) -> bool:
         """Tell whether the model was moved, or a buffer was assigned, added or deleted."""
@@ -88,8 +106,7 @@ class TrainingState:
         self._copies.put_back()
         self._random.restore()
         self.forget_gradients()
-        # A cast of a weight that was cached without recording would cut the weight off in the next try.
-        torch.clear_autocast_cache()
+        self._modes.restore()
 
     def restore_tensors(self) -> None:
         """Put back what is put back in a moment: the values of buffers and torch's own random state."""
@@ -113,39 +130,58 @@ class TrainingState:
         """Give the gradients laid aside, by parameter."""
         return dict(self._gradients)
 
-    def add_earlier_gradients(self, without: Collection[torch.Tensor] = ()) -> None:
-        """Add the step's gradients to those laid aside, in the order and with the rounding that autograd uses.
+    def sums(self, without: Collection[torch.Tensor] = ()) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        """Make ready to add the step's gradients to those laid aside, as autograd does, in one call or none.
 
         Args:
             without: Parameters whose gradients have been added already.
+
+        Returns:
+            The arguments of that call: `map(add_tensors, *state.sums())`. Until it is made, `give_back` can be called.
         """
-        if not self._gradients:
-            return
-        done = set(without)
-        with torch.no_grad():
-            for parameter, earlier in self._gradients:
-                if parameter in done:
-                    continue
-                new = parameter.grad
-                if new is None:
-                    parameter.grad = earlier
-                elif earlier.is_sparse and not new.is_sparse:
-                    parameter.grad = new + earlier
-                else:
-                    parameter.grad = earlier.add_(new)
-        self._gradients = []
-
-    def give_back(self) -> None:
-        """Leave everything as it was before the step, the earlier gradients included."""
-        self.restore()
-        self.give_back_gradients()
-
-    def give_back_gradients(self) -> None:
-        """Put back only the gradients, which needs no work on a device (it may have died)."""
-        self.forget_gradients()
+        earlier_ones, new_ones, done = list[torch.Tensor](), list[torch.Tensor](), set(without)
         for parameter, earlier in self._gradients:
+            if parameter in done:
+                continue
+            new = parameter.grad
+            if new is not None and earlier.is_sparse and not new.is_sparse:
+                parameter.grad = (new + earlier).detach()
+                continue
             parameter.grad = earlier
-        self._gradients = []
+            if new is not None:
+                earlier_ones.append(earlier.detach() if earlier.requires_grad else earlier)
+                new_ones.append(new.detach() if new.requires_grad else new)
+        if not new_ones:
+            return [], []
+        self._added = earlier_ones[-1], write_count(earlier_ones[-1])
+        return [earlier_ones], [new_ones]
+
+    def add_earlier_gradients(self, without: Collection[torch.Tensor] = ()) -> None:
+        """Add the step's gradients to those laid aside, and end the step; arguments as for `sums`."""
+        _ = [*map(add_tensors, *self.sums(without))]
+        self.open = False
+
+    def give_back(self, *, device_died: bool = False) -> None:
+        """Leave everything as it was before the step, unless that has been done or the step was finished.
+
+        Args:
+            device_died: Put back only what needs no work on a device.
+        """
+        if self.open:
+            to_the_end(partial(self._give_back, device_died))
+
+    def _give_back(self, device_died: bool) -> None:
+        self.patches.undo()
+        self._modes.restore()
+        if self._added is None or write_count(self._added[0]) == self._added[1]:
+            if self._complete:
+                if not device_died:
+                    self.restore()
+                self.forget_gradients()
+            for parameter, earlier in self._gradients:
+                parameter.grad = earlier
+            self._modes.restore()
+        self.open = False
 
     def new_buffers(self) -> list[str]:
         """Name the buffers that appeared during the step; what they were before is not known."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from gradgate.errors import ArgumentValueError
@@ -35,23 +36,28 @@ class Tally:
     transient: int = 0
     causes: dict[str, int] = field(default_factory=dict)
 
-    def add_step(self, size: int, *, bad: bool) -> None:
-        """Count a step."""
-        self.steps += 1
-        self.samples += size
-        if bad:
-            self.bad_steps += 1
-        else:
-            self.in_a_row = 0
+    def after_step(self, size: int, *, bad: bool, incidents: Sequence[Incident] = ()) -> Tally:
+        """Give the counts after a step; these stay as they are, so that a step is counted in one assignment."""
+        return replace(
+            self.after_incidents(incidents),
+            steps=self.steps + 1,
+            samples=self.samples + size,
+            bad_steps=self.bad_steps + bad,
+            in_a_row=self.in_a_row + 1 if bad else 0,
+        )
 
-    def add_incidents(self, incidents: Sequence[Incident]) -> None:
-        """Count what was dropped, and what was not because it did not come again."""
-        for incident in incidents:
-            if incident.transient:
-                self.transient += 1
-            else:
-                self.dropped += 1
-                self.causes[incident.cause] = self.causes.get(incident.cause, 0) + 1
+    def after_incidents(self, incidents: Sequence[Incident]) -> Tally:
+        """Give the counts with what was dropped, and with what was not because it did not come again."""
+        if not incidents:
+            return self
+        causes = Counter(incident.cause for incident in incidents if not incident.transient)
+        dropped = causes.total()
+        return replace(
+            self,
+            dropped=self.dropped + dropped,
+            transient=self.transient + len(incidents) - dropped,
+            causes=dict(Counter(self.causes) + causes),
+        )
 
     def summary(self) -> Summary:
         """Give the counts for people."""

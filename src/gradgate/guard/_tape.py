@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gradgate._torch_compat import tree_flatten, tree_unflatten
+from gradgate._patches import Patches
+from gradgate._torch_compat import call_before_modules, tree_flatten, tree_unflatten
 from gradgate.guard._batches import batch_dim_of, taking
 from gradgate.guard._observer import Answer, Enough
 
@@ -42,10 +42,13 @@ class Tape:
         return bool(self._by_module)
 
     @contextmanager
-    def installed(self, *, until: bool = False, besides: torch.nn.Module | None = None) -> Iterator[None]:
+    def installed(
+        self, patches: Patches, *, until: bool = False, besides: torch.nn.Module | None = None
+    ) -> Iterator[None]:
         """Let the modules answer from the tape, with the rows that `rewind` was last called with.
 
         Args:
+            patches: Notes what is replaced.
             until: Raise `Enough` at the first call that is not on the tape: it lies behind the place that the tape
                 ends at. Else such a call runs as ever.
             besides: A module whose call does not end it.
@@ -55,21 +58,14 @@ class Tape:
             if module is not besides and module not in self._by_module:
                 raise Enough
 
-        # `forward` in the instance's own dictionary goes before the class's; it was there before only by patching.
-        before = {module: module.__dict__.get("forward") for module in self._by_module}
-        handle = register_module_forward_pre_hook(stop) if until else None
-        try:
+        with patches.block():
+            if until:
+                call_before_modules(patches, stop)
+            # `forward` in the instance's own dictionary goes before the class's; it was there before only by patching.
             for module in self._by_module:
-                module.__dict__["forward"] = partial(self._answer, module, None if until else module.forward)
+                answer = partial(self._answer, module, None if until else module.forward)
+                patches.put(module.__dict__, "forward", answer)
             yield
-        finally:
-            if handle is not None:
-                handle.remove()
-            for module, forward in before.items():
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.__dict__["forward"] = forward
 
     def rewind(self, index: torch.Tensor, leaves: list[torch.Tensor] | None = None) -> None:
         """Start again with other rows.
