@@ -16,7 +16,7 @@ from gradgate._names import describe, listed
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._fingerprints import fingerprint
 from gradgate.freezing._holding import hold_of, take_hold
-from gradgate.freezing._proof import check_unmoved
+from gradgate.freezing._proof import Registrations, check_not_computed, check_unmoved, computed_by, computed_value
 from gradgate.freezing._regions import region_of
 from gradgate.freezing._selection import bare
 
@@ -47,6 +47,7 @@ class Pin:
         self.count = self._region.count
         self._token = uuid.uuid4().hex
         take_hold(parameter).pin(parameter, self._token, self._region)
+        self._registrations = Registrations(parameter)
         self.accept()
 
     @property
@@ -67,7 +68,14 @@ class Pin:
 
     def accept(self) -> None:
         """Take the values of now as the pinned ones, after they were changed on purpose."""
-        self._fingerprint = fingerprint(self._region.gather(self.parameter.detach()))
+        values, self._accepted = self._used()
+        self._fingerprint = fingerprint(self._region.gather(values))
+
+    def _used(self) -> tuple[torch.Tensor, str]:
+        """Give the values that a layer computes with, and what computes them if they are not the parameter's own."""
+        for module, name in self._registrations.computing():
+            return computed_value(module, name), computed_by(module, name)
+        return self.parameter.detach(), ""
 
     def verify(self) -> None:
         """Prove that no pinned element moved since it was pinned (or since `accept`).
@@ -82,7 +90,9 @@ class Pin:
                 why="what is free may move.",
                 fix="pin.verify()   # before pin.release()",
             )
-        self._fingerprint = check_unmoved("parameter", self.parameter, self._region, self._fingerprint)
+        values, how = self._used()
+        check_not_computed("the pinned parameter", how, self._accepted)
+        self._fingerprint = check_unmoved("parameter", values, self._region, self._fingerprint, how)
 
     def save_in(self, model: nn.Module) -> None:
         """Write what is pinned into the model's `state_dict`, and compare when one is loaded.

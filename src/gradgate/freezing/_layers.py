@@ -15,7 +15,7 @@ from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._fingerprints import Fingerprint, fingerprint
 from gradgate.freezing._holding import ROWS_TOKEN, hold_of, take_hold
 from gradgate.freezing._living import replicated
-from gradgate.freezing._proof import check_unmoved
+from gradgate.freezing._proof import check_not_computed, check_unmoved, computed_by, computed_value
 from gradgate.freezing._regions import Everything
 from gradgate.freezing._selection import (
     Selector,
@@ -65,6 +65,7 @@ class FreezeHandle:
         self.names = tuple(names)
         self._parameters = {name: known[name] for name in names}
         self.tied = ties_of(self._parameters)
+        self._owners = _owners(model, names)
         self._modules = modules
         self.statistics = tuple(modules)
         self._token = uuid.uuid4().hex
@@ -105,10 +106,14 @@ class FreezeHandle:
 
     def accept(self) -> None:
         """Take the values of now as the frozen ones, after a checkpoint was loaded on purpose."""
+        self._accepted = self._computed()
         self._fingerprints = {name: fingerprint(tensor) for name, tensor in self._frozen().items()}
 
     def verify(self) -> None:
         """Prove that nothing moved since the freeze (or since `accept`): frozen values and statistics.
+
+        A spectral or weight norm, a pruning or another parametrization that was applied since is found too: the
+        parameter rests, but the layer computes with something else.
 
         Raises:
             FrozenMovedError: Something did; the first element is named, with both values.
@@ -120,9 +125,17 @@ class FreezeHandle:
                 why="what is free may move.",
                 fix="handle.verify()   # before handle.thaw()",
             )
+        computed = self._computed()
+        for name, how in computed.items():
+            check_not_computed(name, how, self._accepted.get(name, ""))
         for name, tensor in self._frozen().items():
-            region = Everything(tensor.numel())
-            self._fingerprints[name] = check_unmoved(name, tensor, region, self._fingerprints[name])
+            region, how = Everything(tensor.numel()), computed.get(name, "")
+            self._fingerprints[name] = check_unmoved(name, tensor, region, self._fingerprints[name], how)
+
+    def _computed(self) -> dict[str, str]:
+        """Say what computes the frozen tensors that are no parameters any more."""
+        found = {name: computed_by(*self._owners[name]) for name, old in self._parameters.items() if self._holds(old)}
+        return {name: how for name, how in found.items() if how}
 
     def _frozen(self) -> dict[str, torch.Tensor]:
         """Give what must not move, as the model has it now: a parameter that was exchanged shows here."""
@@ -130,6 +143,7 @@ class FreezeHandle:
         found: dict[str, torch.Tensor] = {
             name: now.get(name, old) for name, old in self._parameters.items() if self._holds(old)
         }
+        found |= {name: computed_value(*self._owners[name]) for name in self._computed()}
         for name, module in self._modules.items():
             buffers = dict(module.named_buffers(recurse=False))
             found |= {f"{name}.{buffer}".lstrip("."): buffers[buffer] for buffer in statistics_of(module)}
@@ -312,6 +326,13 @@ def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Modul
             if own and all(id(parameter) in ids for parameter in own):
                 found[name] = module
     return found
+
+
+def _owners(model: nn.Module, names: list[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Give for each parameter the module that has it, and its name there."""
+    modules = named_modules(model)
+    parts = {name: name.rpartition(".") for name in names}
+    return {name: (modules[path], own) for name, (path, _, own) in parts.items()}
 
 
 def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) -> None:

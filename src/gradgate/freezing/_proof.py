@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import weakref
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, FrozenMovedError
 from gradgate.freezing._fingerprints import Fingerprint, fingerprint
 from gradgate.freezing._regions import Region
-
-__all__ = ["assert_frozen", "check_unmoved"]
 
 
 class Verifiable(Protocol):
@@ -52,21 +55,11 @@ def assert_frozen(*handles: Verifiable) -> None:
         handle.verify()
 
 
-def check_unmoved(name: str, tensor: torch.Tensor, region: Region, then: Fingerprint) -> Fingerprint:
-    """Compare frozen elements with their fingerprint.
+def check_unmoved(name: str, tensor: torch.Tensor, region: Region, then: Fingerprint, how: str = "") -> Fingerprint:
+    """Compare frozen elements with their fingerprint, and give the one to compare with next time.
 
-    Args:
-        name: What the tensor is called.
-        tensor: The tensor of now.
-        region: Which elements are frozen.
-        then: The fingerprint of these.
-
-    Returns:
-        The fingerprint to compare with next time: a new one if the tensor was converted to another dtype since,
-        because that rounds on purpose.
-
-    Raises:
-        FrozenMovedError: They differ.
+    That is a new one if the tensor was converted to another dtype since, because that rounds on purpose. `how` says
+    what computes the tensor, if it is not a parameter.
     """
     values = region.gather(tensor.detach())
     if values.numel() != then.count:
@@ -81,8 +74,20 @@ def check_unmoved(name: str, tensor: torch.Tensor, region: Region, then: Fingerp
     if moved is None:
         return then
     raise FrozenMovedError(
-        _what(name, tensor, region, values, moved.first, moved.last, moved.before), why=_WHY, fix=_FIX
+        _what(name, tensor, region, values, moved.first, moved.last, moved.before),
+        why=f"{how} computes it anew." if how else _WHY,
+        fix=_FIX,
     )
+
+
+def check_not_computed(name: str, how: str, accepted: str) -> None:
+    """Raise if something computes a frozen tensor that did not when it was frozen or accepted."""
+    if how != accepted and how:
+        raise FrozenMovedError(
+            f"{name} is frozen, but {how} was applied to it since and now computes the values that the layer uses.",
+            why="the frozen parameter rests, and what is computed from it does not.",
+            fix="handle.accept()   # if that is meant; else remove it, or freeze after it was applied",
+        )
 
 
 _WHY = "something wrote to it that is no step of a torch.optim.Optimizer: a home-made update, .data, or a loaded state."
@@ -103,3 +108,84 @@ def _what(
         return f"{name}{start or ''} is frozen and moved: it was {before!r} and is {values[first].item()!r}."
     stop = list(region.place(last, tensor.shape))
     return f"{name}{start} to {name}{stop} are frozen, and several of them moved."
+
+
+# --- what computes a tensor that was a parameter ----------------------------------------------------------------------
+
+
+def computed_by(module: nn.Module, name: str) -> str:
+    """Name what computes this tensor of a module: a parametrization, a norm of weights, a pruning; "" for nothing."""
+    if (parametrizations := _parametrizations_of(module, name)) is not None:
+        kinds = [type(each).__name__.lstrip("_") for each in parametrizations]
+    else:
+        hooks = module._forward_pre_hooks.values()
+        names = [(type(hook).__name__, getattr(hook, "name", getattr(hook, "_tensor_name", None))) for hook in hooks]
+        kinds = [kind for kind, computed in names if computed == name]
+    return " and ".join(kinds)
+
+
+def computed_value(module: nn.Module, name: str) -> torch.Tensor:
+    """Compute such a tensor as in evaluation, so that a power iteration does not go on."""
+    parametrizations = _parametrizations_of(module, name)
+    parts = [] if parametrizations is None else list(parametrizations.modules())
+    modes = [part.training for part in parts]
+    for part in parts:
+        part.training = False
+    try:
+        with torch.no_grad():
+            value: torch.Tensor = getattr(module, name) if parametrizations is None else parametrizations()
+            return value.detach()
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+
+
+def _parametrizations_of(module: nn.Module, name: str) -> parametrize.ParametrizationList | None:
+    if isinstance(module, parametrize.ParametrizationList):
+        return module
+    found = module.parametrizations[name] if parametrize.is_parametrized(module, name) else None  # type: ignore[index]
+    return found if isinstance(found, parametrize.ParametrizationList) else None
+
+
+class Registrations:
+    """Where a parameter was registered since it was pinned: all of these replace a parameter by registering another.
+
+    A pin knows no module, and to search for it among all objects would take a tenth of a second.
+    """
+
+    _watched: ClassVar[weakref.WeakValueDictionary[int, Registrations]] = weakref.WeakValueDictionary()
+    _hook: ClassVar[RemovableHandle | None] = None  # torch's own; it stays, as the step hooks do
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.__setstate__({"_parameter": parameter, "_places": []})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._parameter: torch.Tensor = state["_parameter"]
+        self._places = [(weakref.ref(module), name) for module, name in state["_places"]]
+        Registrations._watched[id(self)] = self
+        if Registrations._hook is None:
+            Registrations._hook = register_module_parameter_registration_hook(_registered)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_parameter": self._parameter, "_places": self._present()}
+
+    def _present(self) -> list[tuple[nn.Module, str]]:
+        present = [(reference(), name) for reference, name in self._places]
+        return [(module, name) for module, name in present if module is not None and name in module._parameters]
+
+    def add(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Note a registration if it is of the pinned parameter, or of one over the same memory (weight_norm)."""
+        pointer = parameter.untyped_storage().data_ptr()
+        if parameter is self._parameter or (pointer and pointer == self._parameter.untyped_storage().data_ptr()):
+            self._places.append((weakref.ref(module), name))
+
+    def computing(self) -> list[tuple[nn.Module, str]]:
+        """Give each module and name of a tensor that is now computed from the parameter."""
+        now = [(module, name.removesuffix("_orig").removesuffix("_v")) for module, name in self._present()]
+        return [(module, name) for module, name in now if computed_by(module, name)]
+
+
+def _registered(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
+    if type(parameter) is nn.Parameter and not parameter.is_meta:
+        for watched in list(Registrations._watched.values()):
+            watched.add(module, name, parameter)

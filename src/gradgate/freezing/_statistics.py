@@ -32,7 +32,8 @@ class Asleep:
 def has_statistics(module: nn.Module) -> bool:
     """Tell whether a module keeps running statistics of its own, as the norms of torch do.
 
-    These are buffers called `running_...`, and the two vectors of the spectral norm's power iteration.
+    These are buffers called `running_...`, and the two vectors of the spectral norm's power iteration (`_u` and `_v` as
+    a parametrization, `weight_u` and `weight_v` beside `weight_orig` in the older form).
     """
     return any(True for _ in statistics_of(module))
 
@@ -41,7 +42,9 @@ def statistics_of(module: nn.Module) -> Iterator[str]:
     """Give the names of the buffers that training would move; nothing where they are switched off (None)."""
     names = [name for name, _ in module.named_buffers(recurse=False)]
     for name in names:
-        if name.startswith("running_") or name == "num_batches_tracked" or (name in ("_u", "_v") and "_u" in names):
+        spectral = name in ("_u", "_v") and "_u" in names
+        spectral = spectral or (name[-2:] in ("_u", "_v") and f"{name[:-2]}_orig" in module._parameters)
+        if name.startswith("running_") or name == "num_batches_tracked" or spectral:
             yield name
 
 
