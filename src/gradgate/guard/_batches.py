@@ -11,21 +11,22 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from gradgate._loader_link import LoaderIds
 from gradgate._names import describe, listed
 from gradgate._torch_compat import write_counts
 from gradgate._trees import children_of, is_array, is_record, is_shared, leaves_of, rebuilt
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["BatchReader", "Ids", "Rows", "Select", "batch_dim_of", "index_of", "select_rows", "taking"]
-
 Rows = Sequence[int]
 Ids = Sequence[Any] | torch.Tensor
+ReadIds = str | Callable[[Any], Ids]
 Select = Callable[[Any, list[int]], Any]
+_MISSING = object()
 SELECT_FIX = "Guard(model, select=lambda batch, rows: ...)   # the same batch with only these rows"
 
 
@@ -83,7 +84,7 @@ class BatchReader:
             found = -1 if plain is None else plain[0]
             if found < 0 or (ids is not None and len(ids) != found):
                 found = self._agreed(batch, ids)
-        if ids is not None and len(ids) != found:
+        if ids is not None and len(ids) != found and not isinstance(ids, LoaderIds):
             raise ArgumentValueError(
                 f"Guard.backward(): `ids` has {len(ids)} entries, the batch has {found} samples.",
                 why="each sample has one name.",
@@ -155,6 +156,32 @@ class BatchReader:
             why="a part that is not per sample (class weights, a flat list of tokens) cannot be told from one that is.",
             fix=f"guard.backward(batch, loss_fn, ids=...)   # for a list with one tensor for each sample\n{SELECT_FIX}",
         )
+
+
+def read_ids(where: ReadIds, batch: Any, size: int) -> Ids:
+    """Read the ids of the samples from a batch, by `Guard(ids=...)`."""
+    ids: Any = _MISSING
+    if not isinstance(where, str):
+        ids = where(batch)
+    else:
+        keys = list(batch.keys()) if hasattr(batch, "keys") else None
+        if keys is None:
+            ids = getattr(batch, where, _MISSING)
+        elif where in keys:
+            ids = batch[where]
+        if ids is _MISSING:
+            raise ArgumentValueError(
+                f"Guard(ids={where!r}): the batch has no {where!r}; it is {describe(batch)}.",
+                why="`ids` is a key or an attribute of each batch" + (f"; there are {listed(keys)}." if keys else "."),
+                fix="Guard(model, ids=lambda batch: ...)   # one id for each sample",
+            )
+    if not (hasattr(ids, "__len__") and hasattr(ids, "__getitem__")) or len(ids) != size:
+        raise ArgumentValueError(
+            f"Guard(ids=...): it gave {describe(ids)} for a batch of {size} samples.",
+            why="there is one id for each sample, to be looked up by the number of its row.",
+            fix="Guard(model, ids=lambda batch: ...)   # one id for each sample",
+        )
+    return cast(Ids, ids)
 
 
 def index_of(rows: Rows) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gradgate._finite import FiniteCheck
+from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._snapshot import capture
 from gradgate._torch_compat import (
     add_tensors,
@@ -28,8 +29,9 @@ from gradgate.errors import GradgateError, TooManyBadSamples
 from gradgate.guard._advice import check_function
 from gradgate.guard._agreement import Alone
 from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
-from gradgate.guard._batches import BatchReader, Ids, Select, batch_dim_of, index_of
+from gradgate.guard._batches import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids
 from gradgate.guard._company import agreement_of, unwrapped
+from gradgate.guard._even_batches import even_batches
 from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
 from gradgate.guard._judging import refuse_row, refuse_share, refused
 from gradgate.guard._outsiders import Outsiders
@@ -39,7 +41,6 @@ from gradgate.guard._shared_step import SharedStep
 from gradgate.guard._state import TrainingState
 from gradgate.guard._tally import Tally
 from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
-from gradgate.guard._turns import batches_in_turn
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
 
@@ -69,6 +70,8 @@ class Guard:
         select: `select(batch, rows)` gives the same batch with only these rows, for batches that the guard cannot cut.
         count: `count(batch)` gives the number of samples, where the guard cannot tell.
         batch_dim: The dimension of tensors that samples are stacked along.
+        ids: Where the ids of the samples are in a batch: a key or attribute of it, or a function of it. The batches of
+            `gg.resilient(loader)` need none: the guard finds their ids by itself.
         payload: Give the bad samples themselves to the ledger or sink, too.
         sink: Takes the incidents, besides or instead of a ledger.
         min_kept: With fewer good samples left, no step is made: gradients stay as they are and `result.kept` is empty.
@@ -102,6 +105,7 @@ class Guard:
         select: Select | None = None,
         count: Callable[[Any], int] | None = None,
         batch_dim: int = 0,
+        ids: ReadIds | None = None,
         payload: bool = False,
         sink: Sink | None = None,
         min_kept: int = 1,
@@ -128,9 +132,13 @@ class Guard:
         self.payload = payload
         self.min_kept = min_kept
         self.epoch: int | None = None
-        """The epoch that incidents are written down with; set it at the start of each."""
+        """The epoch that incidents are recorded with, those of a resilient loader too; set it at the start of each."""
+        self.global_step = 0
+        """The step that incidents are recorded with. Each `backward` adds 1; set it to count otherwise."""
         self.run = run or (ledger.run if ledger is not None else uuid.uuid4().hex[:12])
         self._reader = BatchReader(batch_dim, select, count)
+        self._read_ids = ids
+        announce(self, self._sinks if self._closed is None else [*self._sinks, self._closed])
         self._check = FiniteCheck()
         self._tally = Tally()
         self._first = True
@@ -156,7 +164,7 @@ class Guard:
                 with `__getitem__`; whatever else with `Guard(select=...)`.
             loss_fn: Runs the model on a batch and gives the mean loss, or one loss for each sample, of which the mean
                 is taken. It may be called several times with parts of the batch.
-            ids: The names of the samples, one for each row.
+            ids: The ids of the samples, one for each row, where the guard cannot find them by itself.
             scaler: A `torch.amp.GradScaler`: gradients are scaled, and an overflow that is gone without scaling is
                 left for it to see.
 
@@ -180,6 +188,9 @@ class Guard:
         if first := self._first:
             trial.first, trial.before_backward = True, self._look_around
             self._outsiders.look(loss_fn)
+            follow(None, batch, self)
+            if ids is None and self._read_ids is not None:
+                read_ids(self._read_ids, batch, size)  # what is wrong about it is said at the first step
         self._refuse_nesting()
         try:
             self._state.remember(guests)
@@ -200,10 +211,11 @@ class Guard:
                     reason="; ".join(recovered.reasons),
                     transient=tuple(incident for incident in incidents if incident.transient),
                 )
+            step = self.global_step + 1
             # Python looks for interrupts after calls and at jumps. Unpacking is neither, and nothing that follows is:
             # an interrupt comes before, and everything is as before the step, or after the return.
             _ = [*map(add_tensors, *self._state.sums())]
-            self._state.open, self._tally = False, tally
+            self._state.open, self._tally, self.global_step = False, tally, step
             return result
         except BaseException:
             self._state.give_back()
@@ -281,7 +293,8 @@ class Guard:
             The batches, for one loop with a `backward` for each. Where `select=` cannot take 0 rows, None stands for
             such a batch, and `backward` takes it.
         """
-        return iter(loader) if isinstance(self._agreement, Alone) else batches_in_turn(self, self._agreement, loader)
+        follow(loader, None, self)
+        return iter(loader) if isinstance(self._agreement, Alone) else even_batches(self, self._agreement, loader)
 
     def summary(self) -> Summary:
         """Give the run in numbers; prints as a table.
@@ -297,7 +310,7 @@ class Guard:
         Returns:
             Plain values.
         """
-        return {**self._tally.state_dict(), "epoch": self.epoch}
+        return {**self._tally.state_dict(), "epoch": self.epoch, "global_step": self.global_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting where a saved guard stopped.
@@ -309,9 +322,13 @@ class Guard:
             ArgumentValueError: It is something else.
         """
         rest = dict(state)
-        epoch = rest.pop("epoch", None)
+        epoch, step = rest.pop("epoch", None), rest.pop("global_step", None)
         self._tally = Tally.from_state(rest)
-        self.epoch = epoch
+        self.epoch, self.global_step = epoch, self._tally.steps if step is None else step
+
+    @property
+    def _steps_made(self) -> int:
+        return self._tally.steps
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy a guard as what it was made of and what it has counted."""
@@ -373,12 +390,23 @@ class Guard:
     def _recorder(self, failed: Outcome, batch: Any, size: int, ids: Ids | None) -> Recorder:
         common = {
             "run": self.run,
-            "step": self._tally.steps,
+            "step": self.global_step,
             "epoch": self.epoch,
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
         }
-        return Recorder(self._modules, self._reader, batch, size, ids, failed.per_sample, common)
+        return Recorder(
+            self._modules, self._reader, batch, size, self._ids_of(batch, size, ids), failed.per_sample, common
+        )
+
+    def _ids_of(self, batch: Any, size: int, ids: Ids | None) -> Ids | None:
+        """Find the ids of a batch that has bad samples: those given, those in the batch, or those of its loader."""
+        if ids is not None and not isinstance(ids, LoaderIds):
+            return ids
+        if ids is None and self._read_ids is not None:
+            return read_ids(self._read_ids, batch, size)
+        found = ids_of(batch, size)
+        return ids.if_current(self, size) if found is None and ids is not None else found
 
     def _search(
         self, trial: Trial, failed: Outcome, batch: Any, size: int, refuse: Callable[[Sequence[Dropped]], None]

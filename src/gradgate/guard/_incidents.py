@@ -170,10 +170,8 @@ class Recorder:
         return drop.blame.fault.loss if drop.blame.fault.cause == "non-finite loss" else None
 
     def _sample_id(self, row: int) -> str | None:
-        if self.ids is None:
-            return None
-        name = self.ids[row]
-        return str(name.tolist() if isinstance(name, torch.Tensor) else name)
+        name = None if self.ids is None else self.ids[row]
+        return None if name is None else str(name.tolist() if isinstance(name, torch.Tensor) else name)
 
     def _path(self, module: torch.nn.Module | None) -> str | None:
         if module is None:

@@ -183,7 +183,8 @@ class SharedStep:
             self._agreement.settle(share, totals, guard._state)
         else:
             guard._state.give_back()
-        guard._tally = guard._tally.after_step(totals.size, bad=totals.bad > 0, incidents=everything)
+        tally = guard._tally.after_step(totals.size, bad=totals.bad > 0, incidents=everything)
+        guard._tally, guard.global_step = tally, guard.global_step + 1
         return self._result(kept, totals, [reason for pack in packs for reason in pack[1]])
 
     def _reasons(self) -> list[str]:

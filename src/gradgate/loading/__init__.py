@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from gradgate.loading._bad_samples import BadSample
 from gradgate.loading._collating import collate
-from gradgate.loading._datasets import ResilientDataset, ResilientStream
-from gradgate.loading._loader import ResilientLoader
-from gradgate.loading._markers import BadSample
-from gradgate.loading._quarantine import QuarantineSampler, without
-from gradgate.loading._resilient import resilient
+from gradgate.loading._fetching import ResilientDataset, ResilientStream
+from gradgate.loading._known_bad import QuarantineSampler, without
+from gradgate.loading._loader import ResilientLoader, resilient
 
 __all__ = [
     "resilient",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
-from gradgate._names import describe
+from gradgate._names import describe, text_of
 from gradgate._torch_compat import write_counts
 from gradgate._trees import leaves_of, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.loading._markers import BadSample, Catch, mark
-
-__all__ = ["collate", "collate_what_fits"]
+from gradgate.loading._bad_samples import BadSample, Catch, mark
 
 Collate = Callable[[list[Any]], Any]
 
@@ -159,3 +159,33 @@ def _fitting(trial: _Trial, rows: list[int]) -> list[int]:
         if trial.works([*kept, row]):
             kept.append(row)
     return kept
+
+
+class _Discard:
+    """A file for what nobody reads."""
+
+    def write(self, data: Any) -> None:
+        """Forget it."""
+
+
+class _SendablePickler(ForkingPickler):
+    """Pickles as a worker's queue does, without what is in tensors."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return None if value.requires_grad and not value.is_leaf else "tensor"
+        return "storage" if isinstance(value, torch.UntypedStorage | torch.TypedStorage) else None
+
+
+def check_sendable(batch: Any) -> None:
+    """Make sure that a worker can send a batch: what its queue cannot pickle never arrives, and the loop waits for it.
+
+    Raises:
+        PicklingError: It cannot be sent.
+    """
+    try:
+        _SendablePickler(_Discard()).dump(batch)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise pickle.PicklingError(f"a worker cannot send the collated sample: {text_of(error)}") from error

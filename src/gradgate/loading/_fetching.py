@@ -6,26 +6,138 @@ main process takes them apart again. A plain tuple of the two goes through pinni
 
 from __future__ import annotations
 
+import inspect
+import pickle
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
+from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
-from gradgate.loading._collating import collate_what_fits
-from gradgate.loading._datasets import Around, steps
-from gradgate.loading._markers import BadSample, Catch, attempt, attempt_all
+from gradgate._names import listed, text_of
+from gradgate.loading._bad_samples import Attempts, BadSample, Catch, LoadingLog
+from gradgate.loading._collating import check_sendable, collate_what_fits
+from gradgate.records import Incident
 
-__all__ = ["Fetched", "FetchingDataset", "FetchingStream", "Gather", "Report"]
+_END = object()
+
+
+class Around:
+    """Stands before a dataset: what it does not have itself is read from, and written to, the dataset."""
+
+    _own = frozenset({"_dataset", "_attempts", "_log", "_pass_over"})
+
+    def __init__(self, dataset: Any, attempts: Attempts) -> None:
+        self._dataset = dataset
+        self._attempts = attempts
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own or name.startswith("__"):
+            raise AttributeError(name)  # while it is being unpickled
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A worker_init_fn sets up `get_worker_info().dataset`, and means the dataset within.
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._dataset, name, value)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+class _Noting(Around):
+    """Writes down what was left out."""
+
+    def __init__(self, dataset: Any, attempts: Attempts, log: LoadingLog) -> None:
+        super().__init__(dataset, attempts)
+        self._log = log
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """What was left out in this process; a worker's incidents are in the worker, and in the sink."""
+        return self._log.incidents
+
+    def _noted(self, sample: Any) -> Any:
+        return self._log.noted(sample) if isinstance(sample, BadSample) else sample
+
+
+class ResilientDataset(_Noting, Dataset[Any]):
+    """A map-style dataset that gives a `BadSample` where the one within raises; made by `resilient(dataset)`.
+
+    Args:
+        dataset: The dataset.
+        attempts: What is caught, and what is tried again.
+        log: Is told of each bad sample.
+
+    Examples:
+        >>> dataset = gg.resilient([1.0, 2.0])
+        >>> dataset[0], type(dataset[7]).__name__
+        (1.0, 'BadSample')
+        >>> [incident.sample_id for incident in dataset.incidents]
+        ['7']
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        sample, retried = self._attempts.load(lambda index: self._dataset[index], index)
+        self._noted(retried)
+        return self._noted(sample)
+
+
+class ResilientStream(_Noting, IterableDataset[Any]):
+    """An iterable dataset that gives a `BadSample` where `next` of the one within raises; made by `resilient(dataset)`.
+
+    An iterator that is a class goes on after it. A generator that raised is finished, and the incident says so.
+
+    Args:
+        dataset: The dataset.
+        attempts: What is caught.
+        log: Is told of each bad sample.
+
+    Examples:
+        >>> class Broken(torch.utils.data.IterableDataset):
+        ...     def __iter__(self):
+        ...         yield 1.0
+        ...         raise OSError("truncated")
+        >>> [getattr(sample, "incident", sample) for sample in gg.resilient(Broken())][1].cause
+        'exception, and the generator is finished'
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        for _, sample in _steps(self._dataset, self._attempts):
+            yield self._noted(sample)
+
+
+def _steps(stream: Any, attempts: Attempts) -> Iterator[tuple[Any, Any]]:
+    """Give each sample of a stream, or its marker, with its number; in a worker as "worker:number".
+
+    Nothing is tried again: a second `next` would give the next sample.
+    """
+    once = Attempts(attempts.catch)
+    within = iter(stream)
+    worker = get_worker_info()
+    number = 0
+    while True:
+        name = number if worker is None else f"{worker.id}:{number}"
+        sample, _ = once.load(lambda _: next(within, _END), name)
+        if sample is _END:
+            return
+        if isinstance(sample, BadSample) and inspect.isgenerator(within):
+            incident = replace(sample.incident, cause="exception, and the generator is finished")
+            sample = replace(sample, incident=incident)
+        yield name, sample
+        number += 1
 
 
 @dataclass(slots=True)
 class Fetched:
-    """Samples, or the markers in their places, with their indices; `skipped` were passed over between them."""
+    """Samples or their markers with their indices; `skipped` were passed over, `retried` passed at a retry."""
 
     indices: list[Any]
     samples: list[Any]
     skipped: list[BadSample] = field(default_factory=list)
+    retried: list[tuple[int | None, BadSample]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -35,6 +147,7 @@ class Report:
     indices: list[Any]
     bad: dict[int, BadSample]
     skipped: list[BadSample]
+    retried: list[tuple[int | None, BadSample]]
 
     @property
     def kept(self) -> list[Any]:
@@ -46,17 +159,27 @@ class FetchingDataset(Around, Dataset[Any]):
     """A map-style dataset that gives whole batches of samples with their indices."""
 
     def __getitem__(self, index: Any) -> Fetched:
-        return Fetched([index], [attempt(lambda: self._dataset[index], index, self._catch)])
+        return self._load_all([index])
 
     def __getitems__(self, indices: Sequence[Any]) -> Fetched:
         indices = list(indices)
         together = getattr(self._dataset, "__getitems__", None)
-        if together:
-            samples = attempt(lambda: list(together(indices)), None, self._catch)
-            if not isinstance(samples, BadSample):
-                # It may give fewer or more; then nobody can say which is which, and the batch is what it gave.
-                return Fetched(indices if len(samples) == len(indices) else [None] * len(samples), samples)
-        return Fetched(indices, attempt_all(self._load, indices, self._catch))
+        if together is None:
+            return self._load_all(indices)
+        once = Attempts((*self._attempts.catch, *self._attempts.retry_on))
+        samples, _ = once.load(lambda _: list(together(indices)), None)
+        if not isinstance(samples, BadSample):
+            # It may give fewer or more; then nobody can say which is which, and the batch is what it gave.
+            return Fetched(indices if len(samples) == len(indices) else [None] * len(samples), samples)
+        fetched = self._load_all(indices)
+        if not fetched.retried and not any(isinstance(sample, BadSample) for sample in fetched.samples):
+            incident = replace(samples.incident, cause="exception, gone at a retry", transient=True)
+            fetched.retried.append((None, replace(samples, incident=incident)))
+        return fetched
+
+    def _load_all(self, indices: list[Any]) -> Fetched:
+        samples, retried = self._attempts.load_all(self._load, indices)
+        return Fetched(indices, samples, retried=[*retried.items()])
 
     def _load(self, index: Any) -> Any:
         dataset = self._dataset
@@ -70,17 +193,20 @@ class FetchingStream(Around, IterableDataset[Any]):
 
     Args:
         dataset: The dataset.
-        catch: What may be caught.
+        attempts: What is caught.
         pass_over: How many bad samples in a row to pass over on the way to a good one.
     """
 
-    def __init__(self, dataset: Any, catch: Catch, pass_over: int) -> None:
-        super().__init__(dataset, catch)
+    def __init__(self, dataset: Any, attempts: Attempts, pass_over: int) -> None:
+        super().__init__(dataset, attempts)
         self._pass_over = pass_over
+
+    def __repr__(self) -> str:
+        return repr(self._dataset)  # torch names the dataset when it warns of its length
 
     def __iter__(self) -> Iterator[Fetched]:
         skipped: list[BadSample] = []
-        for number, sample in steps(self._dataset, self._catch):
+        for number, sample in _steps(self._dataset, self._attempts):
             if isinstance(sample, BadSample) and len(skipped) < self._pass_over:
                 skipped.append(sample)
                 continue
@@ -120,9 +246,15 @@ class Gather:
             samples, indices = [samples[row] for row in rows], [indices[row] for row in rows]
         batch = None
         if samples:
-            batch, blamed = collate_what_fits(samples, indices, self._collated, self._catch, trusted=self._trusted)
+            try:
+                batch, blamed = collate_what_fits(samples, indices, self._collated, self._catch, trusted=self._trusted)
+            except pickle.PicklingError as error:
+                raise pickle.PicklingError(f"samples {listed(indices)}: {text_of(error)}") from error
             bad |= {rows[row]: marker for row, marker in blamed.items()}
-        return batch, Report(fetched.indices, bad, fetched.skipped)
+        return batch, Report(fetched.indices, bad, fetched.skipped, fetched.retried)
 
     def _collated(self, samples: list[Any]) -> Any:
-        return self._collate(samples if self._batched else samples[0])
+        batch = self._collate(samples if self._batched else samples[0])
+        if get_worker_info() is not None:
+            check_sendable(batch)
+        return batch

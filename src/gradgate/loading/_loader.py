@@ -1,37 +1,50 @@
-"""A loader that goes on: it asks a DataLoader like yours for batches and reports, and keeps the books."""
+"""`resilient`: a loader that goes on. It asks a DataLoader like yours for batches and reports, and keeps the books."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from functools import partial
+from numbers import Real
+from typing import Any, Generic, TypeVar, overload
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
+from gradgate._loader_link import GivenBatches, LoaderIds
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, TooManyBadSamples
-from gradgate.loading._fetching import FetchingDataset, FetchingStream, Gather, Report
-from gradgate.loading._markers import BadSample, Catch
-from gradgate.loading._recording import Recorder
+from gradgate.ledger import Ledger
+from gradgate.loading._bad_samples import Attempts, BadSample, Catch, LoadingLog, Names
+from gradgate.loading._fetching import (
+    FetchingDataset,
+    FetchingStream,
+    Gather,
+    Report,
+    ResilientDataset,
+    ResilientStream,
+)
 from gradgate.loading._refilling import Asked, Refilling, Requests
-from gradgate.records import Incident
-
-__all__ = ["ResilientLoader"]
+from gradgate.records import Incident, Sink
 
 Batch = TypeVar("Batch")
+Exceptions = type[Exception] | tuple[type[Exception], ...]
 
 
 class ResilientLoader(Generic[Batch]):
     """The batches of a DataLoader without its bad samples; made by `resilient(loader)`.
 
-    What it does not have itself (`dataset`, `sampler`, `batch_size`, ...) is that of the loader. `len()` is that of the
-    loader too: what an epoch without bad samples has, and so the most that there can be.
+    What it does not have itself (`dataset`, `sampler`, `batch_size`, ...) is read from and written to the loader.
+    `len()` is that of the loader too: what an epoch without bad samples has, and so the most that there can be.
+
+    A guard finds the ids of its batches by itself, also if a wrapper loads ahead or moves them to a device.
 
     Args:
         loader: The loader.
-        catch: What may be caught.
-        recorder: Writes down what was left out, and names samples.
+        attempts: What is caught, and what is tried again.
+        log: Writes down what was left out, and gives samples their ids.
         refill: Whether batches are filled up.
         patience: How many bad samples in a row are a fault of the code.
 
@@ -54,58 +67,74 @@ class ResilientLoader(Generic[Batch]):
         [('4', 'truncated image')]
     """
 
+    _own = frozenset({"exceptions", "skipped"})
+
     def __init__(
-        self, loader: DataLoader[Any], catch: Catch, recorder: Recorder, refill: bool, patience: int | None
+        self, loader: DataLoader[Any], attempts: Attempts, log: LoadingLog, refill: bool, patience: int | None
     ) -> None:
         _check(loader, refill)
         self._loader = loader
-        self._recorder = recorder
+        self._attempts = attempts
+        self._log = log
         self._size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         self._patience = max(32, 2 * self._size) if patience is None else patience
         self._refilling = Refilling(loader.batch_sampler) if refill and _has_batches(loader) else None
         self._refill = refill
-        self._inner = _like(loader, catch, self._refilling, self._patience if refill else 0)
-        self._epoch = -1
+        self._inner = self._reporting_loader()
+        self._given = GivenBatches(log.sink)
         self._last: list[Any] = []
         self.exceptions: dict[str, Exception] = {}
         self.skipped = 0
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """What was left out, in all epochs so far."""
-        return self._recorder.incidents
+        """What was left out, and what was loaded only at a retry (`transient`), in all epochs so far."""
+        return self._log.incidents
 
     @property
-    def ids(self) -> tuple[str, ...]:
-        """The names of the samples in the last batch, row by row: `guard.backward(batch, loss_fn, ids=loader.ids)`."""
-        return tuple(self._recorder.name(index) for index in self._last)
+    def ids(self) -> tuple[str | None, ...]:
+        """The ids of the samples in the batch that was loaded most recently, row by row.
+
+        A guard needs no help to find the ids of its batches. Behind a wrapper that loads ahead these are those of a
+        later batch.
+        """
+        ids = _ids(self._log, self._last)
+        ids.source = self._given
+        return ids
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._inner)  # not the loader's: torch warns in an epoch of what it was asked here
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in self._own:
+            object.__setattr__(self, name, value)
+            return
+        setattr(self._loader, name, value)  # torch refuses what cannot be changed
+        self._inner = self._reporting_loader()
+
     def __repr__(self) -> str:
-        return f"<resilient {type(self._loader).__name__}: {len(self.incidents)} samples left out>"
+        left_out = sum(not incident.transient for incident in self.incidents)
+        return f"<resilient {type(self._loader).__name__}: {left_out} samples left out>"
 
     def __iter__(self) -> Iterator[Batch]:
-        self._epoch += 1
+        self._given.begin_epoch()
         # At once, as in torch: the workers start, and their seed is drawn.
         if self._refilling is None:
             return self._epoch_of(iter(self._inner), None)
         return self._epoch_of(*self._refilling.begin(self._inner))
 
     def _epoch_of(self, batches: Iterator[tuple[Any, Report]], requests: Requests | None) -> Iterator[Batch]:
-        tally = _Tally(self._patience)
-        step = 0
+        streak = _BadStreak(self._patience)
         while True:
             for batch, report in batches:
-                if self._is_ready(report, requests, tally, step):
-                    self._last = report.kept
-                    step += 1
+                if self._is_ready(report, requests, streak):
+                    self._last = kept = report.kept
+                    self._given.add(batch, partial(_ids, self._log, kept))
                     yield batch
             if self._refilling is None or requests is None or not requests.more():
                 break
@@ -115,17 +144,19 @@ class ResilientLoader(Generic[Batch]):
             state = generator.get_state()
             batches, _ = self._refilling.begin(self._inner, requests)
             generator.set_state(state)
-        tally.close()
+        streak.close()
 
-    def _is_ready(self, report: Report, requests: Requests | None, tally: _Tally, step: int) -> bool:
+    def _is_ready(self, report: Report, requests: Requests | None, streak: _BadStreak) -> bool:
         """Write down what is bad about a batch; tell whether the rest of it is to be given out."""
         asked = None if requests is None else requests.received()
         if asked is not None and len(asked.places) != len(report.indices):
             requests = None  # the dataset gave another number of samples than were asked for
         if report.bad or report.skipped:
-            self._write_down(report, requests, asked, tally, step)
+            self._write_down(report, requests, asked, streak)
         else:
-            tally.reset()
+            streak.reset()
+        if report.retried:
+            self._record([marker for _, marker in report.retried], [row for row, _ in report.retried])
         if requests is not None and asked is not None and not requests.settles(asked, bool(report.bad)):
             return False
         good = len(report.indices) - len(report.bad)
@@ -134,21 +165,49 @@ class ResilientLoader(Generic[Batch]):
             return False
         return not (self._refill and self._loader.drop_last and good < self._size)
 
-    def _write_down(
-        self, report: Report, requests: Requests | None, asked: Asked | None, tally: _Tally, step: int
-    ) -> None:
+    def _write_down(self, report: Report, requests: Requests | None, asked: Asked | None, streak: _BadStreak) -> None:
         rows = list(report.bad)
         if requests is not None and asked is not None:
             rows = requests.mark_bad(asked, rows)
         bad = [*report.skipped, *(report.bad[row] for row in rows)]
-        incidents = self._recorder.record(bad, [*[None] * len(report.skipped), *rows], step=step, epoch=self._epoch)
-        for marker, incident in zip(bad, incidents, strict=True):
+        incidents = self._record(bad, [*[None] * len(report.skipped), *rows])
+        streak.count(report, {id(marker): incident for marker, incident in zip(bad, incidents, strict=True)})
+
+    def _record(self, markers: list[BadSample], rows: list[int | None]) -> list[Incident]:
+        incidents = self._log.record(markers, rows, **self._given.position())
+        for marker, incident in zip(markers, incidents, strict=True):
             if marker.exception is not None:
                 self.exceptions[incident.id] = marker.exception
-        tally.count(report, {id(marker): incident for marker, incident in zip(bad, incidents, strict=True)})
+        return incidents
+
+    def _reporting_loader(self) -> DataLoader[tuple[Any, Report]]:
+        """Make a loader with the settings of the user's, that gives reports along with its batches."""
+        loader, attempts = self._loader, self._attempts
+        batched = loader.batch_sampler is not None
+        settings: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "collate_fn": Gather(loader.collate_fn, batched, attempts.catch),
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "generator": loader.generator,
+            "persistent_workers": loader.persistent_workers,
+            "in_order": loader.in_order,
+        }
+        if loader.num_workers:
+            settings["prefetch_factor"] = loader.prefetch_factor
+        if isinstance(loader.dataset, IterableDataset):
+            stream = FetchingStream(loader.dataset, attempts, self._patience if self._refill else 0)
+            return DataLoader(stream, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings)
+        dataset = FetchingDataset(loader.dataset, attempts)
+        if batched:
+            batches = loader.batch_sampler if self._refilling is None else self._refilling
+            return DataLoader(dataset, batch_sampler=batches, **settings)
+        return DataLoader(dataset, batch_size=None, sampler=loader.sampler, **settings)
 
 
-class _Tally:
+class _BadStreak:
     """Counts bad samples in a row, and raises when it is the code that is bad."""
 
     def __init__(self, patience: int) -> None:
@@ -195,35 +254,12 @@ class _Tally:
         raise first.exception from evidence
 
 
+def _ids(log: LoadingLog, indices: list[Any]) -> LoaderIds:
+    return LoaderIds(map(log.name, indices))
+
+
 def _has_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
-
-
-def _like(
-    loader: DataLoader[Any], catch: Catch, refilling: Refilling | None, pass_over: int
-) -> DataLoader[tuple[Any, Report]]:
-    """Make a loader with the settings of another one, that reports."""
-    batched = loader.batch_sampler is not None
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": Gather(loader.collate_fn, batched, catch),
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "persistent_workers": loader.persistent_workers,
-        "in_order": loader.in_order,
-    }
-    if loader.num_workers:
-        settings["prefetch_factor"] = loader.prefetch_factor
-    if isinstance(loader.dataset, IterableDataset):
-        stream = FetchingStream(loader.dataset, catch, pass_over)
-        return DataLoader(stream, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings)
-    dataset = FetchingDataset(loader.dataset, catch)
-    if batched:
-        return DataLoader(dataset, batch_sampler=refilling or loader.batch_sampler, **settings)
-    return DataLoader(dataset, batch_size=None, sampler=loader.sampler, **settings)
 
 
 def _check(loader: DataLoader[Any], refill: bool) -> None:
@@ -245,3 +281,160 @@ def _check(loader: DataLoader[Any], refill: bool) -> None:
             why="torch gives its random seeds to data pipes only, not to what is around them.",
             fix="a Dataset or IterableDataset",
         )
+
+
+@overload
+def resilient(
+    source: DataLoader[Batch],
+    *,
+    refill: bool = ...,
+    retries: int = ...,
+    backoff: float = ...,
+    retry_on: Exceptions = ...,
+    patience: int | None = ...,
+    catch: Exceptions = ...,
+    ids: Names = ...,
+    sink: Sink | None = ...,
+    ledger: Ledger | str | os.PathLike[str] | None = ...,
+) -> ResilientLoader[Batch]: ...
+@overload
+def resilient(
+    source: IterableDataset[Any],
+    *,
+    retries: int = ...,
+    backoff: float = ...,
+    retry_on: Exceptions = ...,
+    catch: Exceptions = ...,
+    ids: Names = ...,
+    sink: Sink | None = ...,
+    ledger: Ledger | str | os.PathLike[str] | None = ...,
+) -> ResilientStream: ...
+@overload
+def resilient(
+    source: Any,
+    *,
+    retries: int = ...,
+    backoff: float = ...,
+    retry_on: Exceptions = ...,
+    catch: Exceptions = ...,
+    ids: Names = ...,
+    sink: Sink | None = ...,
+    ledger: Ledger | str | os.PathLike[str] | None = ...,
+) -> ResilientDataset: ...
+
+
+def resilient(
+    source: Any,
+    *,
+    refill: bool = False,
+    retries: int = 2,
+    backoff: float = 0.1,
+    retry_on: Exceptions = (OSError, TimeoutError),
+    patience: int | None = None,
+    catch: Exceptions = (Exception,),
+    ids: Names = None,
+    sink: Sink | None = None,
+    ledger: Ledger | str | os.PathLike[str] | None = None,
+) -> Any:
+    """Let one bad sample cost one sample, not the epoch.
+
+    Around a `DataLoader`: where `__getitem__`, `next` or the collation of a sample raises, that sample is left out,
+    with an incident, and the batch goes on without it. Any number of workers, any sampler, any collation; batches that
+    have no bad sample are exactly those of the loader. No index ever answers with another sample.
+
+    Around a dataset: a bad sample is given as a `BadSample`, which `gg.collate` leaves out.
+
+    Args:
+        source: A DataLoader, or a dataset, map-style or iterable.
+        refill: For a loader: fill batches up with the samples that come next, in the order of the sampler, instead of
+            leaving them short. The batch and what was prefetched after it are loaded again.
+        retries: How often a sample is tried again, before it is blamed, if it raises one of `retry_on`. What passes
+            then is in the batch, and its incident is `transient`: nobody leaves that sample out later. A stream is not
+            tried again, because it would give its next sample.
+        backoff: How many seconds to wait before the first retry; twice as many before each further one.
+        retry_on: What is tried again.
+        patience: For a loader: how many bad samples in a row are taken for a fault of the code, which is raised; by
+            default two batches, and at least 32. If no sample of an epoch can be loaded that is raised in any case.
+        catch: What may be blamed on a sample. KeyboardInterrupt, SystemExit and running out of memory always pass.
+        ids: The ids of the samples: a sequence by index, or a function of the index. By default the dataset's own
+            `sample_id(index)` if it has one, else the index.
+        sink: Where incidents go besides `.incidents`; around a dataset it is called in the workers.
+        ledger: A Ledger, or its path, as the sink.
+
+    Returns:
+        A `ResilientLoader`, a `ResilientDataset` or a `ResilientStream`.
+
+    Raises:
+        ArgumentTypeError: The source is neither a loader nor a dataset, or a loader that cannot be made again.
+        ArgumentValueError: An argument does not fit, or `sink` and `ledger` are both given.
+        LedgerError: The ledger cannot be opened.
+
+    Examples:
+        >>> samples = {0: torch.tensor(0.0), 1: torch.tensor(1.0), 3: torch.tensor(3.0)}
+        >>> loader = gg.resilient(torch.utils.data.DataLoader(samples, sampler=range(4), batch_size=2))
+        >>> [batch.tolist() for batch in loader]
+        [[0.0, 1.0], [3.0]]
+        >>> loader.incidents[0].sample_id, loader.incidents[0].exception_type
+        ('2', 'KeyError')
+    """
+    if patience is not None and (type(patience) is not int or patience < 1):
+        raise ArgumentValueError(
+            f"resilient(): `patience` is {describe(patience)}.",
+            why="it is a number of bad samples in a row.",
+            fix="patience=64",
+        )
+    if type(retries) is not int or retries < 0:
+        raise ArgumentValueError(
+            f"resilient(): `retries` is {describe(retries)}.",
+            why="it is how often loading is tried again; 0 for never.",
+            fix="retries=2",
+        )
+    if not isinstance(backoff, Real) or isinstance(backoff, bool) or not 0 <= backoff < math.inf:
+        raise ArgumentValueError(
+            f"resilient(): `backoff` is {describe(backoff)}.",
+            why="it is the number of seconds to wait before the first retry.",
+            fix="backoff=0.1",
+        )
+    if sink is not None and ledger is not None:
+        raise ArgumentValueError(
+            "resilient(): `sink` and `ledger` are both given.",
+            why="a ledger is a sink; incidents go to one of them.",
+            fix='gg.resilient(loader, ledger="run.ledger")',
+        )
+    if sink is not None and not isinstance(sink, Sink):
+        raise ArgumentTypeError(
+            f"resilient(): `sink` is {describe(sink)}.",
+            why="a sink takes incidents by record_many(incidents, payloads=None).",
+            fix='gg.resilient(loader, ledger="run.ledger")',
+        )
+    attempts = Attempts(_classes("catch", catch), _classes("retry_on", retry_on), retries, float(backoff))
+    if ledger is not None:
+        sink = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+    if isinstance(source, DataLoader):
+        return ResilientLoader(source, attempts, LoadingLog(source.dataset, ids, sink), refill, patience)
+    if not isinstance(source, Dataset) and not hasattr(source, "__getitem__"):
+        raise ArgumentTypeError(
+            f"resilient(): `source` is {describe(source)}.",
+            why="it stands around a torch.utils.data.DataLoader, or a dataset.",
+            fix="gg.resilient(torch.utils.data.DataLoader(dataset))",
+        )
+    if refill or patience is not None:
+        raise ArgumentValueError(
+            "resilient(): `refill` and `patience` are for a loader, the source is a dataset.",
+            why="a dataset answers for one sample at a time.",
+            fix="gg.resilient(DataLoader(dataset, ...), refill=True)",
+        )
+    around = ResilientStream if isinstance(source, IterableDataset) else ResilientDataset
+    return around(source, attempts, LoadingLog(source, ids, sink))
+
+
+def _classes(argument: str, given: Any) -> Catch:
+    classes = given if isinstance(given, tuple) else (given,)
+    for one in classes:
+        if not (isinstance(one, type) and issubclass(one, Exception)):
+            raise ArgumentTypeError(
+                f"resilient(): `{argument}` has {one!r}.",
+                why="only classes of exceptions can be caught; KeyboardInterrupt and SystemExit always pass.",
+                fix=f"{argument}=(OSError, ValueError)",
+            )
+    return classes

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, Sampler
 
-__all__ = ["Asked", "Refilling", "Requests"]
-
 
 class Asked(NamedTuple):
     """A batch that was asked for: its number, the places of its samples in the order of the epoch, and the round."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, TypeVar
@@ -22,13 +22,9 @@ from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRan
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, LedgerWarning
 from gradgate.ledger import Ledger
-
-__all__ = ["Names", "QuarantineSampler", "without"]
+from gradgate.loading._bad_samples import Names, name_of
 
 Sample = TypeVar("Sample", covariant=True)
-
-Names = Sequence[object] | Callable[[int], object] | None
-"""What the samples of a dataset are called: names by index, a function of the index, or None for the index itself."""
 
 
 class _Without(Subset[Sample]):
@@ -40,7 +36,7 @@ class _Without(Subset[Sample]):
 
     def sample_id(self, index: int) -> str:
         """Give the name of a sample in the whole dataset, which is the one that belongs in a ledger."""
-        return _name(self._names, self.indices[index])
+        return name_of(self._names, self.indices[index])
 
 
 def without(
@@ -88,7 +84,7 @@ def without(
     _check_names(ids, len(dataset))
     names = getattr(dataset, "sample_id", None) if ids is None else ids
     bad = _bad(ledger, min_count, cause)
-    return _Without(dataset, [index for index in range(len(dataset)) if _name(names, index) not in bad], names)
+    return _Without(dataset, [index for index in range(len(dataset)) if name_of(names, index) not in bad], names)
 
 
 class QuarantineSampler(Sampler[Any]):
@@ -190,7 +186,7 @@ class QuarantineSampler(Sampler[Any]):
         return sum(self._is_good(index) for index in range(length)) if each_once else length
 
     def _is_good(self, index: int) -> bool:
-        return _name(self.ids, index) not in self._bad
+        return name_of(self.ids, index) not in self._bad
 
     def _good_of(self, sampler: DistributedSampler[Any]) -> list[int]:
         """Give the good indexes of all ranks in the order that the sampler has for this epoch."""
@@ -240,12 +236,6 @@ def _bad(ledger: Ledger | str | os.PathLike[str], min_count: int, cause: str | N
             return set()
         ledger = Ledger(ledger, read_only=True)
     return ledger.bad_ids(min_count, cause)
-
-
-def _name(names: Names, index: int) -> str:
-    if names is None:
-        return str(index)
-    return str(names(index) if callable(names) else names[index])
 
 
 def _check_names(names: Names, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Batches for all ranks equally often: a rank that has run out goes on with nothing until the last one is done."""
+"""Equally many batches on all ranks: a rank that has no more takes part with nothing until all are done."""
 
 from __future__ import annotations
 
@@ -11,26 +11,13 @@ from gradgate.guard._agreement import Agreement
 if TYPE_CHECKING:
     from gradgate.guard._guard import Guard
 
-__all__ = ["batches_in_turn"]
-
 END = object()
 
 
-def batches_in_turn(guard: Guard, agreement: Agreement, loader: Iterable[Any]) -> Iterator[Any]:
-    """Give batches until no rank has any more.
+def even_batches(guard: Guard, agreement: Agreement, loader: Iterable[Any]) -> Iterator[Any]:
+    """Give batches until no rank has any more, then batches of 0 rows (None where such a batch cannot be made).
 
-    Whether a rank has another one is told with each step, so it costs no collective but one at the beginning.
-
-    Args:
-        guard: Makes a step with each batch.
-        agreement: The other ranks.
-        loader: This rank's batches.
-
-    Yields:
-        The batches, then batches of 0 rows; None where such a batch cannot be made.
-
-    Raises:
-        ArgumentValueError: No step was made with a batch.
+    Each step tells the other ranks whether this one has another batch, so there is one collective, at the beginning.
     """
     batches = iter(loader)
     batch = next(batches, END)
