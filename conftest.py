@@ -1,6 +1,7 @@
 """Settings that hold for every test, docstring example and documentation example."""
 
 import logging
+import random
 
 import hypothesis
 import pytest
@@ -33,7 +34,9 @@ def _same_start(doctest_namespace):
 
     doctest_namespace.update(torch=torch, gg=gradgate)
     torch.manual_seed(0)
+    random.seed(0)
     yield
     logging.getLogger("gradgate").setLevel(logging.NOTSET)  # long tests of the law keep quiet
+    assert torch.get_default_dtype() is torch.float32, "this test left another default dtype"
     assert torch.is_grad_enabled(), "this test left gradient recording switched off"
     assert not torch.nn.modules.module._has_any_global_hook(), "this test left hooks on all modules"

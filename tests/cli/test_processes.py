@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import tomllib
 from importlib import import_module
 
@@ -56,19 +55,12 @@ def test_that_test_can_fail(path):
     assert run(sys.executable, "-c", code).stdout.strip() == "True"
 
 
-def seconds(*command):
-    """The best of several: the least disturbed one."""
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        run(*command)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def test_help_is_quick():
-    """Under 0.3 s beyond what Python itself takes to start."""
-    assert seconds(*GRADGATE, "--help") - seconds(sys.executable, "-c", "pass") < 0.3
+def test_help_loads_little():
+    """What takes the time of a command is what it loads; that does not hang on the machine."""
+    code = "import sys; from gradgate.cli import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    loaded = {name.partition(".")[0] for name in run(sys.executable, "-c", code).stdout.splitlines()[-1].split()}
+    assert {"click", "gradgate"} <= loaded
+    assert not loaded & {"torch", "numpy", "rich", "safetensors", "sqlite3", "asyncio"}
 
 
 def test_a_pipe_that_closes_early_is_no_fault(path):

@@ -95,7 +95,7 @@ def test_serving_ends_cleanly_at_an_interrupt(path, as_json):
         with urllib.request.urlopen(re.search(r"http://127\.0\.0\.1:\d+/", said)[0]) as answer:
             assert b"<!doctype html>" in answer.read()
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 0, error
@@ -175,7 +175,7 @@ def on_a_terminal(command, **environment):
         while part := os.read(leader, 65536):
             written += part
     os.close(leader)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
     return written
 
 

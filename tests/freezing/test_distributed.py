@@ -165,7 +165,7 @@ STORIES = [
 def process(rank, store, results):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=300))
     for story in STORIES:
         try:
             story(rank)
@@ -187,7 +187,7 @@ def told(tmp_path_factory):
         one.start()
     found = {}
     for _ in range(2 * len(STORIES)):
-        rank, name, trace = results.get(timeout=240)
+        rank, name, trace = results.get(timeout=600)
         found[rank, name] = trace
         if trace:
             break

@@ -28,7 +28,7 @@ def one_rank(rank, world, store, stories, results, timeout):
     dist.destroy_process_group()
 
 
-def lived(stories, folder, world=2, timeout=30):
+def lived(stories, folder, world=2, timeout=300):
     """Start the ranks once for all stories, and give by rank and name how they ended: "" is well."""
     context = mp.get_context("spawn")
     results = context.Queue()
@@ -40,7 +40,7 @@ def lived(stories, folder, world=2, timeout=30):
         process.start()
     found = {}
     for _ in range(world * len(stories)):
-        rank, name, trace = results.get(timeout=200)
+        rank, name, trace = results.get(timeout=600)
         found[rank, name] = trace
         if trace:
             break

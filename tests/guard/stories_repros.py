@@ -1,7 +1,5 @@
 """Twins of reported problems, on two ranks, ending well: unequal counts, a rank that skips, a NaN that spreads."""
 
-import time
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -63,17 +61,15 @@ def reported_51_unequal_counts_on_two_ranks(rank):
 
 
 def reported_52_a_rank_that_skips_a_batch(rank):
-    """The loss of one rank is NaN: the other does not wait for the timeout, and both make the step."""
+    """The loss of one rank is NaN: the other does not wait in vain (that would raise), and both make the step."""
     model = DistributedDataParallel(nn.Linear(2, 1))
     guard = gg.Guard(model)
-    start = time.monotonic()
     for turn in range(2):
         x = torch.ones(1, 2)
         if rank == 1 and turn == 0:
             x[0, 0] = float("nan")
         result = guard.backward(x, lambda x: model(x).sum())
         assert result.kept == ([] if rank == 1 and turn == 0 else [0])
-    assert time.monotonic() - start < 20
     same_everywhere(*(p.grad for p in model.parameters()))
 
 

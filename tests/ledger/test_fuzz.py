@@ -7,7 +7,6 @@ import pickle
 import random
 import resource
 import sqlite3
-import time
 import tracemalloc
 
 import pytest
@@ -189,7 +188,5 @@ def test_a_few_pages_that_pretend_to_hold_endless_rows_are_stopped(sound, tmp_pa
     path = tmp_path / "run.ledger"
     path.write_bytes(endless(sound, index))
     ledger = Ledger(path, read_only=True)
-    start = time.monotonic()
     with pytest.raises(LedgerError, match="than a sound file of this size needs"):
         getattr(ledger, question)()
-    assert time.monotonic() - start < 20

@@ -1,7 +1,6 @@
 """Plain SQL: the documented views, and nothing but reading."""
 
 import sqlite3
-import time
 
 import pytest
 
@@ -71,10 +70,8 @@ def test_whatever_does_more_than_read_is_refused(ledger, question):
 
 
 def test_a_question_without_an_end_is_stopped(ledger):
-    start = time.monotonic()
     with pytest.raises(LedgerError, match=r"took longer than 0\.1 seconds(.|\n)*seconds=1\)"):
         ledger.sql("WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n", seconds=0.1)
-    assert time.monotonic() - start < 5
 
 
 def test_a_nan_loss_is_a_text_in_sql(ledger):

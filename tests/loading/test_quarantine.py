@@ -1,6 +1,7 @@
 """Known-bad samples are left out: in the next run, in the next epoch, on every rank."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -248,7 +249,8 @@ def test_a_sampler_that_shares_in_its_own_way_is_refused(ledger):
 
 def each_rank(rank, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    limit = timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=limit)
     ledger = Ledger(f"{folder}/rank{rank}.ledger", run="night")
     ledger.record_many(bad(rank))  # Each rank knows another bad sample, in a file of its own.
     sampler = gg.QuarantineSampler(DistributedSampler(range(8), shuffle=False), ledger)

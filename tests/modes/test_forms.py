@@ -101,7 +101,7 @@ def test_an_object_made_in_another_mode_restores_what_it_finds(locked):
 
 @LOCKED
 def test_one_object_in_two_threads_at_once(locked):
-    mode, meet, seen = gg.grad_mode(False, locked=locked), threading.Barrier(2, timeout=10), []
+    mode, meet, seen = gg.grad_mode(False, locked=locked), threading.Barrier(2, timeout=120), []
 
     def work(first):
         if first:

@@ -33,7 +33,7 @@ def view(writer):
 def ask(view, path="/", method="GET", **headers):
     """Ask the way a program does that may say anything."""
     port = int(view.url.rsplit(":")[-1].strip("/"))
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.request(method, path, headers={"Host": f"127.0.0.1:{port}", **headers})
         answer = connection.getresponse()
@@ -62,7 +62,7 @@ def test_the_page_holds_no_data_and_asks_only_its_server(view):
 def test_the_data_follows_the_file(view, writer):
     assert samples(view) == ["first"]
     writer.record(incident("second"))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while samples(view) != ["first", "second"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert samples(view) == ["first", "second"]
@@ -80,7 +80,7 @@ for number in range(200):
     while process.poll() is None:
         seen.append(len(samples(view)))
     finish(process)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while len(samples(view)) < 201 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(samples(view)) == 201
@@ -140,7 +140,7 @@ def test_a_ledger_that_goes_away_is_told_and_comes_back(view, writer):
     writer.close()
     writer.path.rename(away)
     time.sleep(0.1)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (answer := ask(view, "/data"))[0] == 200 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert answer[0] == 503
@@ -183,7 +183,7 @@ def test_any_book_can_be_followed_and_it_ends():
         assert ask(view)[0] == 200
     with pytest.raises(ConnectionRefusedError):
         ask(view)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
