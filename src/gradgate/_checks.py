@@ -31,7 +31,7 @@ def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
     raise ArgumentTypeError(
         f"{function}(): `{name}` is {describe(value)}.",
         why="it works on a torch.Tensor, so that autograd can follow it.",
-        fix=f"{function}(torch.as_tensor({name}), ...)",
+        fix=f"{name}=torch.as_tensor({name})" if _becomes_tensor(value) else "",
     )
 
 
@@ -54,7 +54,6 @@ def check_module(value: Any, *, name: str, function: str) -> torch.nn.Module:
     raise ArgumentTypeError(
         f"{function}(): `{name}` is {describe(value)}.",
         why="its parameters are asked for by name, so it has to be a torch.nn.Module.",
-        fix=f"{function}(..., {name}=model)",
     )
 
 
@@ -78,7 +77,7 @@ def check_keep(keep: torch.Tensor, x: torch.Tensor, *, name: str = "keep", funct
         raise ArgumentTypeError(
             f"{function}(): `{name}` is {describe(keep)}.",
             why="a mask is a boolean tensor; True takes part.",
-            fix=f"{name}=torch.as_tensor({name}, dtype=torch.bool, device=x.device)",
+            fix=f"{name}=torch.as_tensor({name}, dtype=torch.bool{_on(x)})" if _becomes_tensor(keep) else "",
         )
     if keep.dtype is not torch.bool:
         raise ArgumentTypeError(
@@ -109,7 +108,7 @@ def check_fits(tensor: torch.Tensor, x: torch.Tensor, *, name: str, function: st
         raise ArgumentValueError(
             f"{function}(): `{name}` is on {tensor.device}, x is on {x.device}.",
             why="moving it here would copy in every call.",
-            fix=f"{name}={name}.to(x.device)",
+            fix=f"{name}={name}.to({str(x.device)!r})",
         )
     if tensor.shape != x.shape and not _broadcasts_to(tensor.shape, x.shape):
         raise ArgumentValueError(
@@ -134,4 +133,17 @@ def _shape_fix(keep: torch.Tensor, x: torch.Tensor, name: str) -> str:
     if 0 < keep.dim() < x.dim() and keep.shape == x.shape[: keep.dim()]:
         ones = ", 1" * (x.dim() - keep.dim())
         return f"{name}={name}.reshape(*{name}.shape{ones})   # one answer for each row"
-    return f"{name}={name}.expand_as(x)   # after making its shape fit {tuple(x.shape)}"
+    if keep.numel() == x.numel():
+        return f"{name}={name}.reshape({', '.join(map(str, x.shape))})"
+    return ""  # which of its elements belongs to which is not known
+
+
+def _becomes_tensor(value: Any) -> bool:
+    try:
+        return value is not None and torch.as_tensor(value) is not None
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _on(x: torch.Tensor) -> str:
+    return "" if x.device.type == "cpu" else f", device={str(x.device)!r}"

@@ -25,7 +25,7 @@ CASES = [
         NothingMatchedError,
         r"freeze\(\): 'encdoer\.\*' matches no parameter of Net",
     ),
-    (lambda: gg.freeze(NET, "encdoer.*"), NothingMatchedError, r"Fix: did you mean 'encoder'"),
+    (lambda: gg.freeze(NET, "encdoer.*"), NothingMatchedError, r"Fix: 'encoder'   # did you mean 'encoder'"),
     (lambda: gg.freeze(NET, "head.*", "encoder.wieght"), NothingMatchedError, r"did you mean 'encoder\.weight'"),
     (lambda: gg.freeze(NET, lambda n, p: False), NothingMatchedError, r"<lambda>\(\) matches no parameter"),
     (lambda: gg.freeze(NET, "zzz"), NothingMatchedError, r"Why: the parameters are encoder\.weight, .*\nFix: print"),

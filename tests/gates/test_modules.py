@@ -155,3 +155,39 @@ def test_a_function_cannot_be_saved():
     with pytest.raises(ArgumentTypeError, match=r"Gate: `keep` is the function .*, and save=True") as caught:
         gg.Gate(positive, save=True).state_dict()
     assert caught.value.fix == "gg.Gate(keep, save=False)"
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda: gg.ReverseGrad("0.5"), "strength=0.5"),
+        (lambda: gg.ScaleGrad("0.5"), "factor=0.5"),
+        (lambda: gg.ClipGrad(max_norm="1"), "max_norm=1.0"),
+        (lambda: gg.ClipGrad(max_value="1"), "max_value=1.0"),
+        (lambda: gg.ClipGrad(max_norm=1.0, per_sample="no"), "per_sample=True"),
+        (lambda: gg.FiniteGrad("0"), "fill_value=0.0"),
+        (lambda: gg.Gate("yes"), ""),
+    ],
+)
+def test_text_is_no_setting(make, fix):
+    with pytest.raises(gg.errors.ArgumentTypeError, match=r"\(\): `\w+` is the str") as caught:
+        make()
+    assert caught.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "bad"),
+    [
+        (lambda: gg.ReverseGrad(), "strength", "1"),
+        (lambda: gg.ScaleGrad(1.0), "factor", float("nan")),
+        (lambda: gg.ClipGrad(1.0), "max_norm", -1),
+        (lambda: gg.FiniteGrad(), "fill_value", float("inf")),
+        (lambda: gg.Gate(), "keep", torch.ones(2)),
+    ],
+)
+def test_a_setting_is_looked_at_where_it_is_made(make, name, bad):
+    module = make()
+    before = getattr(module, name)
+    with pytest.raises(gg.errors.ArgumentError, match=f"`{name}`"):
+        setattr(module, name, bad)
+    assert getattr(module, name) is before

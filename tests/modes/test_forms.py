@@ -246,11 +246,14 @@ class Thing:
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        (1, ["`flag` is the int 1", "Fix: gg.grad_mode(bool(flag))"]),
-        ("train", ["`flag` is the str 'train'", "Fix: gg.grad_mode(phase == 'train')"]),
+        (1, ["`flag` is the int 1", "Fix: gg.grad_mode(True)"]),
+        (0, ["`flag` is the int 0", "Fix: gg.grad_mode(False)"]),
+        ("train", ["`flag` is the str 'train'", "Fix: gg.grad_mode(True)"]),
+        ("False", ["`flag` is the str 'False'", "Fix: gg.grad_mode(False)"]),
+        ("eval", ["`flag` is the str 'eval'", "Fix: gg.grad_mode(False)"]),
         (None, ["`flag` is None", "Fix: gg.grad_mode(False)"]),
         (torch.nn.Linear(1, 1), ["`flag` is the module Linear", "Fix: gg.grad_mode(model.training)"]),
-        (torch.tensor(True), ["a bool tensor of shape ()", "Fix: gg.grad_mode(bool(flag))"]),
+        (torch.tensor(True), ["a bool tensor of shape ()", "Fix: gg.grad_mode(True)"]),
         (len, ["`flag` is the builtin_function_or_method", "Fix: @gg.grad_mode(False)"]),
     ],
 )

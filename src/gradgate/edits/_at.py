@@ -44,7 +44,7 @@ class At(Generic[Result]):
         raise ArgumentTypeError(
             f"at(x).{name} has no index.",
             why="an edit speaks of some places of x; [...] are all of them.",
-            fix=f"gg.at(x)[...].{name}(...)",
+            fix=f"gg.at(x)[...].{name}(v)",
         )
 
     def __repr__(self) -> str:

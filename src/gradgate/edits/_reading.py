@@ -164,7 +164,7 @@ def out_of_range(function: str, index: int, dim: int, size: int) -> ArgumentInde
     return ArgumentIndexError(
         f"{function}: index {index} is out of range for dimension {dim} of size {size}.",
         why=f"a dimension of size {size} takes {there}.",
-        fix='.set(v, mode="drop")   # to ignore it; mode="clip" takes the nearest; .get(fill_value=0) fills',
+        fix='mode="drop"   # to ignore it; mode="clip" takes the nearest; get(fill_value=0) fills',
     )
 
 

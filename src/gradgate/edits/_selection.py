@@ -290,7 +290,7 @@ class Selection(Generic[Result]):
             raise ArgumentValueError(
                 f"at(x)[...].get(): `mode` is {mode!r} and `fill_value` is {describe(fill_value)}.",
                 why="what is out of range is either filled or clipped.",
-                fix=".get(fill_value=0)",
+                fix="fill_value=0",
             )
         fill = None if fill_value is None else as_value(fill_value, self._x, function="at(x)[...].get()")
         asked = mode if fill is None else "drop"

@@ -258,14 +258,14 @@ def row_numbers(rows: Sequence[int] | torch.Tensor | range, parameter: torch.Ten
         raise ArgumentTypeError(
             f"{function}(): `rows` is {describe(rows)}.",
             why="rows are a list of integers, numbers along the first dimension.",
-            fix=f"{function}(..., rows=mask.nonzero().squeeze(1))   # from a boolean mask of the rows",
+            fix="rows=mask.nonzero().squeeze(1)   # from a boolean mask of the rows",
         )
     length = parameter.shape[0] if parameter.dim() else 0
     if wrong := [int(row) for row in numbers[(numbers < -length) | (numbers >= length)]]:
         raise ArgumentIndexError(
             f"{function}(): row {listed(wrong)} does not exist in {describe(parameter)}.",
             why=f"its rows are 0 to {length - 1}." if length else "it has no rows.",
-            fix=f"{function}(..., rows=[row for row in rows if row < {length}])",
+            fix=f"rows=[row for row in rows if -{length} <= row < {length}]",
         )
     result: torch.Tensor = torch.unique(numbers.to(parameter.device) % max(length, 1))
     return result
@@ -310,8 +310,6 @@ def _check_mask(frozen: Any, parameter: torch.Tensor) -> torch.Tensor:
         raise ArgumentValueError(
             f"pin(): `frozen` has shape {tuple(frozen.shape)}, the parameter {tuple(parameter.shape)}.",
             why="each element needs one answer.",
-            fix="gg.pin(parameter, rows=frozen.nonzero().squeeze(1))"
-            if row_mask
-            else "frozen=frozen.expand_as(parameter)",
+            fix="gg.pin(parameter, rows=frozen.nonzero().squeeze(1))" if row_mask else "",
         )
     return frozen

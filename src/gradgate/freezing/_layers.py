@@ -346,7 +346,7 @@ def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) 
             raise ArgumentValueError(
                 f"thaw(): `{name}` was frozen when DistributedDataParallel was built.",
                 why="DDP would not synchronise its gradient, and the processes would drift apart in silence.",
-                fix="model = DistributedDataParallel(...)   # after thawing, or freeze only after the wrap",
+                fix="model = DistributedDataParallel(model.module)   # after thawing; or freeze only after the wrap",
             )
 
 
@@ -355,5 +355,5 @@ def _check_flag(statistics: bool, function: str) -> None:
         raise ArgumentTypeError(
             f"{function}(): `statistics` is {describe(statistics)}.",
             why="it says whether running statistics stop (True) or run on (False).",
-            fix=f"{function}(model, ..., statistics=False)",
+            fix="statistics=False",
         )

@@ -50,7 +50,7 @@ def assert_frozen(*handles: Verifiable) -> None:
             raise ArgumentTypeError(
                 f"assert_frozen(): {describe(handle)} is no handle.",
                 why="only what was frozen knows what it was.",
-                fix="handle = gg.freeze(model, ...); gg.freezing.assert_frozen(handle)",
+                fix="handle = gg.freeze(model)\ngg.freezing.assert_frozen(handle)",
             )
         handle.verify()
 
@@ -66,7 +66,7 @@ def check_unmoved(name: str, tensor: torch.Tensor, region: Region, then: Fingerp
         raise FrozenMovedError(
             f"{name} is frozen and has now {values.numel()} elements instead of {then.count}.",
             why="another tensor was put in its place.",
-            fix="freeze it again: the new tensor is not held",
+            fix="handle = gg.freeze(model)   # again: the new tensor is not frozen",
         )
     if values.dtype is not then.dtype:
         return fingerprint(values)

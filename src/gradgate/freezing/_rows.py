@@ -195,7 +195,7 @@ def train_rows(module: nn.Module, rows: Sequence[int] | torch.Tensor | range) ->
         raise ArgumentValueError(
             "train_rows(): DistributedDataParallel is around this module already.",
             why="it would not synchronise the new parameter, and the processes would drift apart in silence.",
-            fix="gg.train_rows(model.embedding, rows=...); model = DistributedDataParallel(model)",
+            fix="model = DistributedDataParallel(model)   # after gg.train_rows, not before",
         )
     return RowTraining(modules, row_numbers(rows, module.get_parameter("weight"), "train_rows"))
 
@@ -353,7 +353,7 @@ def _check_module(module: nn.Module, what: str) -> None:
         raise ArgumentTypeError(
             f"train_rows(): {what} is {describe(module)}.",
             why="it lays rows over what torch.nn.Embedding and torch.nn.Linear compute; others compute otherwise.",
-            fix="gg.pin(module.weight, rows=...)   # works on any parameter; the rows that must not move",
+            fix="gg.pin(module.weight, rows=[0])   # works on any parameter; the rows that must not move",
         )
     if rows_of(module) is not None:
         raise ArgumentValueError(

@@ -140,7 +140,7 @@ class FreezeSchedule:
             raise ArgumentValueError(
                 f"set_{by}(): this schedule goes by {self._by}s.",
                 why="the numbers of its plan mean something else.",
-                fix=f"schedule.set_{self._by}(...)   # or FreezeSchedule(..., by={by!r})",
+                fix=f"schedule.set_{self._by}(0)   # or by={by!r} in FreezeSchedule",
             )
         if not isinstance(at, int) or isinstance(at, bool) or at < 0:
             raise ArgumentValueError(

@@ -188,7 +188,7 @@ def _foreign(model: nn.Module, thing: str, function: str) -> ArgumentValueError:
     return ArgumentValueError(
         f"{function}(): {thing} does not belong to this {type(model).__name__}.",
         why="freezing it here would not show in this model, and thawing this model would not free it.",
-        fix=f"{function}(the_model_that_has_it, ...)",
+        fix="",
     )
 
 
@@ -205,5 +205,7 @@ def _nothing(
     return NothingMatchedError(
         f"{function}(): {wording(selector)} matches no parameter of {type(model).__name__}.",
         why=why,
-        fix=f"did you mean {listed([repr(name) for name in like])}?" if like else "print(gg.trainable(model))",
+        fix=f"{like[0]!r}   # did you mean {listed([repr(name) for name in like])}?"
+        if like
+        else "print(gg.trainable(model))",
     )

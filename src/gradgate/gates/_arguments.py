@@ -45,7 +45,7 @@ def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> N
         raise ArgumentTypeError(
             f"{function}(): `{name}` is {describe(factor)}.",
             why="a gradient is multiplied by a real number or a tensor of them.",
-            fix=f"gg.gate(x, {name})" if isinstance(factor, bool) else f"{name}=float({name})",
+            fix=f"gg.gate(x, {factor})" if isinstance(factor, bool) else _as_number(factor, name),
         )
     elif not -math.inf < factor < math.inf:  # torch.compile cannot ask math.isfinite of a number that changes
         raise ArgumentValueError(
@@ -55,42 +55,41 @@ def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> N
         )
 
 
-def check_limit(limit: Any, *, name: str) -> None:
-    """Make sure that a limit of clip_grad is a positive number.
+def _as_number(value: Any, name: str) -> str:
+    """Write what was meant as a number, where that is plain."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = 1.0
+    return f"{name}={number if math.isfinite(number) else 1.0}"
 
-    Raises:
-        ArgumentTypeError: It is not a number.
-        ArgumentValueError: It is not positive.
-    """
+
+def check_limit(limit: Any, *, name: str, function: str = "clip_grad") -> None:
+    """Make sure that a limit of clip_grad is a positive number."""
     if not is_number(limit):
         raise ArgumentTypeError(
-            f"clip_grad(): `{name}` is {describe(limit)}.",
+            f"{function}(): `{name}` is {describe(limit)}.",
             why="a limit is a plain number.",
-            fix=f"{name}=float({name})",
+            fix=_as_number(limit, name),
         )
     if not limit > 0:
         raise ArgumentValueError(
-            f"clip_grad(): `{name}` is {limit}.",
+            f"{function}(): `{name}` is {limit}.",
             why="a limit is positive; to let nothing through there is gg.gate.",
             fix="gg.gate(x, False)" if limit == 0 else f"{name}=1.0",
         )
 
 
-def check_fill_value(fill_value: Any, x: torch.Tensor) -> None:
-    """Make sure that what replaces a non-finite gradient is itself finite, also in the dtype of x.
-
-    Raises:
-        ArgumentTypeError: It is not a number.
-        ArgumentValueError: It is not finite in the dtype of x.
-    """
+def check_fill_value(fill_value: Any, x: torch.Tensor, *, function: str = "finite_grad") -> None:
+    """Make sure that what replaces a non-finite gradient is itself finite, also in the dtype of x."""
     if not is_number(fill_value):
         raise ArgumentTypeError(
-            f"finite_grad(): `fill_value` is {describe(fill_value)}.", why="it is a plain number.", fix="fill_value=0.0"
+            f"{function}(): `fill_value` is {describe(fill_value)}.", why="it is a plain number.", fix="fill_value=0.0"
         )
     floating = x.is_floating_point() or x.is_complex()
     if not abs(fill_value) <= (torch.finfo(x.dtype).max if floating else math.inf) or math.isinf(fill_value):
         raise ArgumentValueError(
-            f"finite_grad(): `fill_value` is {fill_value}, x is {str(x.dtype).removeprefix('torch.')}.",
+            f"{function}(): `fill_value` is {fill_value}, x is {str(x.dtype).removeprefix('torch.')}.",
             why="what replaces a non-finite gradient has to be finite itself.",
             fix="fill_value=0.0",
         )
@@ -107,7 +106,7 @@ def check_meter(meter: Any, *, function: str, traced: bool) -> None:
         raise ArgumentTypeError(
             f"{function}(): `meter` is {describe(meter)}.",
             why="what counts is a gg.GateMeter that you keep and read.",
-            fix="meter = gg.GateMeter()",
+            fix="meter=gg.GateMeter()",
         )
     if traced:
         raise ArgumentValueError(
@@ -128,13 +127,15 @@ def check_pair(hard: torch.Tensor, soft: torch.Tensor) -> None:
         raise ArgumentTypeError(
             f"straight_through(): `hard` is {describe(hard)}, `soft` is {describe(soft)}.",
             why="the gradient of the one becomes the gradient of the other, so both have one floating dtype.",
-            fix="gg.straight_through(hard.to(soft.dtype), soft)",
+            fix="gg.straight_through(hard.to(soft.dtype), soft)"
+            if soft.is_floating_point() or soft.is_complex()
+            else "",
         )
     if hard.shape != soft.shape:
         raise ArgumentValueError(
             f"straight_through(): `hard` has shape {tuple(hard.shape)}, `soft` has shape {tuple(soft.shape)}.",
             why="each element of soft takes the gradient of exactly one element of hard.",
-            fix="gg.straight_through(hard.expand_as(soft), soft)",
+            fix="gg.straight_through(hard.expand_as(soft), soft)" if _expands(hard, soft) else "",
         )
     if hard.device != soft.device:
         raise ArgumentValueError(
@@ -142,3 +143,8 @@ def check_pair(hard: torch.Tensor, soft: torch.Tensor) -> None:
             why="moving one here would copy in every call.",
             fix="gg.straight_through(hard.to(soft.device), soft)",
         )
+
+
+def _expands(hard: torch.Tensor, soft: torch.Tensor) -> bool:
+    missing = soft.dim() - hard.dim()
+    return missing >= 0 and all(a in (1, b) for a, b in zip(hard.shape, soft.shape[missing:], strict=True))

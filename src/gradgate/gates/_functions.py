@@ -10,7 +10,7 @@ import torch
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
 from gradgate._torch_compat import is_traced
-from gradgate.errors import ArgumentValueError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.gates import _eager, _traced
 from gradgate.gates._arguments import check_factor, check_fill_value, check_limit, check_meter, check_pair
 from gradgate.gates._eager import put_mask
@@ -176,6 +176,10 @@ def clip_grad(
             f"clip_grad(): `max_value` for {describe(x)}.",
             why="complex numbers have no order to clip them by.",
             fix=f"gg.clip_grad(x, max_norm={max_value})",
+        )
+    if not isinstance(per_sample, bool):
+        raise ArgumentTypeError(
+            f"clip_grad(): `per_sample` is {describe(per_sample)}.", why="it is True or False.", fix="per_sample=True"
         )
     if per_sample and x.dim() == 0:
         raise ArgumentValueError(

@@ -8,12 +8,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from gradgate._checks import check_keep
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError
+from gradgate.gates._arguments import check_factor, check_fill_value, check_limit
 from gradgate.gates._functions import Keep, clip_grad, finite_grad, gate, reverse_grad, scale_grad
 from gradgate.gates._meter import GateMeter
 
 __all__ = ["ClipGrad", "FiniteGrad", "Gate", "ReverseGrad", "ScaleGrad"]
+
+_NUMBER = torch.zeros((), dtype=torch.float64)  # stands for a tensor that is not known yet
 
 
 class GateModule(nn.Module):
@@ -28,6 +32,14 @@ class GateModule(nn.Module):
         super().__init__()
         self.meter = meter
         self.save = save
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.settings:  # also of a setting that is changed while training
+            self.check(name, value)
+        super().__setattr__(name, value)
+
+    def check(self, name: str, value: Any) -> None:
+        """Make sure that a setting can be used, as far as that can be said without a tensor."""
 
     def extra_repr(self) -> str:
         """Show the settings."""
@@ -105,6 +117,11 @@ class Gate(GateModule):
         super().__init__(meter, save)
         self.keep = keep
 
+    def check(self, name: str, value: Any) -> None:
+        """Make sure that keep is a bool, a mask or a function."""
+        if not isinstance(value, bool) and not callable(value):
+            check_keep(value, value if isinstance(value, torch.Tensor) else _NUMBER, function="Gate")
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Give x, its gradient gated."""
         return gate(x, self.keep, meter=self.meter)
@@ -129,6 +146,10 @@ class ScaleGrad(GateModule):
     def __init__(self, factor: float | torch.Tensor, *, meter: GateMeter | None = None, save: bool = False) -> None:
         super().__init__(meter, save)
         self.factor = factor
+
+    def check(self, name: str, value: Any) -> None:
+        """Make sure that it is a finite number or a tensor of numbers."""
+        check_factor(value, value if isinstance(value, torch.Tensor) else _NUMBER, name=name, function="ScaleGrad")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Give x, its gradient scaled."""
@@ -158,6 +179,10 @@ class ReverseGrad(GateModule):
     ) -> None:
         super().__init__(meter, save)
         self.strength = strength
+
+    def check(self, name: str, value: Any) -> None:
+        """Make sure that it is a finite number or a tensor of numbers."""
+        check_factor(value, value if isinstance(value, torch.Tensor) else _NUMBER, name=name, function="ReverseGrad")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Give x, its gradient turned round."""
@@ -195,6 +220,15 @@ class ClipGrad(GateModule):
         self.max_value = max_value
         self.per_sample = per_sample
 
+    def check(self, name: str, value: Any) -> None:
+        """Make sure that a limit is a positive number, and per_sample yes or no."""
+        if name == "per_sample" and not isinstance(value, bool):
+            raise ArgumentTypeError(
+                f"ClipGrad(): `per_sample` is {describe(value)}.", why="it is True or False.", fix="per_sample=True"
+            )
+        if name != "per_sample" and value is not None:
+            check_limit(value, name=name, function="ClipGrad")
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Give x, its gradient limited."""
         return clip_grad(
@@ -220,6 +254,10 @@ class FiniteGrad(GateModule):
     def __init__(self, fill_value: float = 0.0, *, meter: GateMeter | None = None, save: bool = False) -> None:
         super().__init__(meter, save)
         self.fill_value = fill_value
+
+    def check(self, name: str, value: Any) -> None:
+        """Make sure that it is a finite number."""
+        check_fill_value(value, _NUMBER, function="FiniteGrad")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Give x, what is not finite in its gradient replaced."""

@@ -78,7 +78,7 @@ class GatedUnderTransforms(Gated):
         raise ArgumentError(
             "clip_grad, finite_grad and gate with a callable have no forward-mode derivative.",
             why="what they do depends on the gradient that arrives, and in forward mode none does.",
-            fix="torch.func.vjp or torch.func.grad; or leave this gate out under torch.func.jvp",
+            fix="torch.func.vjp(f, x)   # or torch.func.grad; without this gate torch.func.jvp works",
         )
 
     @staticmethod
@@ -135,7 +135,7 @@ def _variant(
         raise ArgumentError(
             f"{function}(): torch.func inside torch.compile would lose the rule for the gradient.",
             why="torch.compile does not take over an autograd Function's backward under torch.func.",
-            fix="torch.func.grad(torch.compile(f)), or the same without torch.compile",
+            fix="torch.func.grad(torch.compile(f))   # or the same without torch.compile",
         )
     return compiled
 

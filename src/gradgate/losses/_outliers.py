@@ -51,7 +51,9 @@ def inliers(x: torch.Tensor, *, method: Method = "mad", threshold: float = 3.5, 
     check_tensor(x, name="x", function="losses.inliers")
     if x.is_complex():
         raise ArgumentTypeError(
-            f"losses.inliers(): `x` is {describe(x)}.", why="complex numbers have no order.", fix="inliers(x.abs())"
+            f"losses.inliers(): `x` is {describe(x)}.",
+            why="complex numbers have no order.",
+            fix="losses.inliers(x.abs())",
         )
     _check_threshold(method, threshold)
     values = x.detach()

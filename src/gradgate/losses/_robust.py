@@ -416,7 +416,7 @@ def _of_residual(
         raise ArgumentTypeError(
             f"{function}(): `residual` is {describe(residual)}.",
             why="a residual has a size and a sign.",
-            fix=f"{function}(residual.abs(), ...)",
+            fix=f"{function}(residual.abs())",
         )
     check_reduction(reduction, function=function)
     number: Any = scale

@@ -92,7 +92,7 @@ def _flattened(keep: torch.Tensor, args: Sequence[torch.Tensor]) -> tuple[torch.
         raise ArgumentValueError(
             "apply_where(): `args` is empty.",
             why="without an argument there is nothing to call a function with.",
-            fix="apply_where(keep, x, fn) or apply_where(keep, (x, y), fn)",
+            fix="gg.apply_where(keep, x, fn)   # or (x, y) for a function of two",
         )
     for number, value in enumerate(args):
         check_tensor(value, name=f"args[{number}]", function="apply_where")
@@ -265,7 +265,7 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> None:
         raise ArgumentValueError(
             "apply_rows(): there is no tensor in `args`.",
             why="without one there are no rows to choose from.",
-            fix="apply_rows(keep, x, fn)",
+            fix="gg.apply_rows(keep, x, fn)",
         )
     for row in tensors:
         check_tensor(row, name="args", function="apply_rows")
@@ -275,7 +275,7 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> None:
             f"apply_rows(): `keep` has shape {tuple(keep.shape)}, the arguments have "
             f"{', '.join(str(tuple(row.shape)) for row in tensors)}.",
             why="keep has one answer for each row, and a row is an entry of the first dimension of every argument.",
-            fix="apply_rows(keep.all(dim=1), x, fn)   # if keep has one answer for each element",
+            fix="gg.apply_rows(keep.all(dim=1), x, fn)   # if keep has one answer for each element",
         )
     for row in tensors:
         if row.device != keep.device:
@@ -296,7 +296,7 @@ def _wrong_result(result: Any, kept: int) -> ArgumentTypeError | ArgumentValueEr
         return ArgumentTypeError(
             f"apply_rows(): `fn` gave {describe(result)}.",
             why="only tensors have rows that can go back to their places.",
-            fix="return a tensor, or a tuple, list or dict of tensors; torch.full((len(x),), value) for a number",
+            fix="fn=lambda x: torch.full((len(x),), 1.0)   # or a tuple, list or dict of tensors",
         )
     return ArgumentValueError(
         f"apply_rows(): `fn` was called with {kept} rows and gave {describe(result)}.",
@@ -357,7 +357,7 @@ def _does_not_hold(
     return ArgumentValueError(
         f"{function}(): `{name}` is {number}, the result is {str(dtype).removeprefix('torch.')}.",
         why=f"that dtype holds {info.min} to {info.max}.",
-        fix=f"{name}=0, or values in torch.{wider}",
+        fix=f"{name}=0   # or values in torch.{wider}",
     )
 
 
@@ -366,5 +366,5 @@ def _check_fill_value(fill_value: object, function: str) -> None:
         raise ArgumentTypeError(
             f"{function}(): `fill_value` is {describe(fill_value)}.",
             why="one number stands for everything that is not kept.",
-            fix=f"{function}(..., fill_value=float('nan'))",
+            fix="fill_value=float('nan')",
         )

@@ -56,7 +56,7 @@ def check_order(order: Any, *, function: str) -> None:
         name="ord",
         function=function,
         why="it is the order of a vector norm, a number; names are those of norms of matrices.",
-        fix="ord=2, ord=1 or ord=float('inf')",
+        fix="ord=2   # or 1, or float('inf')",
     )
 
 

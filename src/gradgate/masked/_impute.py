@@ -100,7 +100,7 @@ def _statistic(using: Any, slices: Slices) -> torch.Tensor:
     raise ArgumentTypeError(
         f"masked.impute(): `using` is {describe(using)}.",
         why="it is a name, a number, a tensor, or a function of the kept elements of a slice.",
-        fix='using="median", using=0.0, or using=torch.amax',
+        fix='using="median"   # or 0.0, or torch.amax',
     )
 
 
@@ -109,7 +109,7 @@ def _of_each_slice(function: Callable[[torch.Tensor], Any], slices: Slices) -> t
         raise ArgumentValueError(
             "masked.impute(): `using` is a function, and the values cannot be seen here (torch.compile, vmap).",
             why="it is called with the kept elements of one slice after the other, and their number is not known.",
-            fix='using="mean", using="median" or using="mode"',
+            fix='using="mean"   # or "median", or "mode"',
         )
     rows = slices.with_mask().in_one_dim()
     size = rows.x.shape[-1]

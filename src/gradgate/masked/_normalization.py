@@ -130,7 +130,7 @@ def batch_norm(
         raise ArgumentValueError(
             f"{function}(): there are no running statistics and `training` is False.",
             why="without training, the running mean and variance are what is normalized with.",
-            fix="training=True, or give running_mean and running_var",
+            fix="training=True   # or give running_mean and running_var",
         )
     slices = slices_of(x, (0, *range(2, x.dim())), keep, exclude, function=function, keepdim=True)
     slices.refuse(integers=True, complexes=True)

@@ -206,7 +206,7 @@ def _check_levels(levels: list[Any], function: str) -> None:
             raise ArgumentTypeError(
                 f"{function}(): `q` has {describe(level)}.",
                 why="a quantile is a number from 0 to 1, or several of them.",
-                fix="q=0.5, or q=[0.25, 0.75]",
+                fix="q=0.5   # or [0.25, 0.75]",
             )
         if not 0 <= level <= 1:
             raise ArgumentValueError(

@@ -263,14 +263,14 @@ def _without_zero_vectors(
         raise ArgumentTypeError(
             f"{function}(): `x` is {describe(x)}.",
             why="a length is not whole, and integers have no gradient.",
-            fix=f"{function}(x.float(), ...)",
+            fix=f"{function}(x.float())",
         )
     check_order(ord, function=function)
     if not ord >= 1:
         raise ArgumentValueError(
             f"{function}(): `ord` is {ord}.",
             why="beneath 1 it is not a norm, and its gradient is infinite wherever an element is 0.",
-            fix="ord=1, ord=2 or ord=float('inf')",
+            fix="ord=2   # or 1, or float('inf')",
         )
     try:
         zero = _norm(x.detach(), ord, dim, True) == 0
@@ -340,7 +340,7 @@ def _check_fill_value(fill_value: object, function: str) -> None:
         raise ArgumentTypeError(
             f"{function}(): `fill_value` is {describe(fill_value)}.",
             why="one number stands at all the bad points.",
-            fix=f"{function}(..., fill_value=0.0)",
+            fix="fill_value=0.0",
         )
 
 
@@ -359,5 +359,5 @@ def _check_real(x: torch.Tensor, name: str, function: str) -> None:
         raise ArgumentTypeError(
             f"{function}(): `{name}` is {describe(x)}.",
             why="its bad points are those of real numbers; complex numbers have others.",
-            fix=f"{function}({name}.real, ...)",
+            fix=f"{name}={name}.real",
         )

@@ -108,7 +108,7 @@ class Slices:
             raise ArgumentTypeError(
                 f"{self.function}(): `x` is {describe(self.x)}.",
                 why="complex numbers have no order.",
-                fix="x.abs(), or x.real",
+                fix="x.abs()   # or x.real",
             )
         if kind == "integer" and integers:
             raise ArgumentTypeError(
@@ -207,7 +207,7 @@ def slices_of(
         raise ArgumentTypeError(
             f"{function}(): `empty` is {describe(empty)}.",
             why='it is what a slice with nothing kept gives: a number, or "raise".',
-            fix='empty=0.0, or empty="raise"',
+            fix='empty=0.0   # or "raise"',
         )
     if keepdim is not True and keepdim is not False:
         raise ArgumentTypeError(
@@ -247,7 +247,7 @@ def dims_of(x: torch.Tensor, dim: Dim, function: str) -> tuple[int, ...]:
             raise ArgumentTypeError(
                 f"{function}(): `dim` has {describe(d)}.",
                 why="dimensions are counted: an int, several of them, or None for all.",
-                fix="dim=-1, dim=(0, 1), or dim=None",
+                fix="dim=-1   # or (0, 1), or None",
             )
         # torch lets a 0-dim tensor be reduced along dim 0 or -1, as if it had one.
         if not -max(rank, 1) <= d < max(rank, 1):
@@ -281,5 +281,5 @@ def _fitting(empty: Number, dtype: torch.dtype, function: str) -> Number:
     raise ArgumentValueError(
         f"{function}(): `empty` is {empty!r}, the result is {name}.",
         why=f"{name} cannot hold that value.",
-        fix="x.to(torch.float32), or an `empty` that fits",
+        fix="x.to(torch.float32)   # or an `empty` that fits",
     )

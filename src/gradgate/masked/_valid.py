@@ -136,7 +136,7 @@ def _numbers(exclude: Any, function: str) -> list[Number]:
             raise ArgumentTypeError(
                 f"{function}(): `exclude` has {describe(value)}.",
                 why="values are compared with the elements of x, so they have to be numbers.",
-                fix="exclude=255, exclude=[0, 255], or exclude=float('nan')",
+                fix="exclude=255   # or [0, 255], or float('nan')",
             )
         found.append(number)
     return found

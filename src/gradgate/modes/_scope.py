@@ -225,14 +225,14 @@ def _run_carried(fn: Callable[..., Any], flag: bool, locked: bool, /, *args: Any
 def _flag_error(flag: object) -> ArgumentTypeError:
     if isinstance(flag, torch.nn.Module):
         fix = "gg.grad_mode(model.training)"
-    elif isinstance(flag, str):
-        fix = f"gg.grad_mode(phase == {flag!r})"
+    elif isinstance(flag, str):  # bool("False") is True
+        fix = f"gg.grad_mode({flag.strip().lower() not in _NO})"
     elif inspect.isroutine(flag):
         fix = "@gg.grad_mode(False)   # the decorator needs its flag, also where it is the only argument"
     elif flag is None:
         fix = "gg.grad_mode(False)   # or True"
     else:
-        fix = "gg.grad_mode(bool(flag))"
+        fix = _as_flag(flag)
     return ArgumentTypeError(
         f"grad_mode(): `flag` is {describe(flag)}.",
         why="recording is either on or off; anything but True or False would be a guess.",
@@ -240,18 +240,29 @@ def _flag_error(flag: object) -> ArgumentTypeError:
     )
 
 
+_NO = {"", "0", "false", "no", "off", "none", "eval", "val", "valid", "validation", "test", "predict", "inference"}
+
+
+def _as_flag(flag: object) -> str:
+    try:
+        return f"gg.grad_mode({bool(flag)})"
+    except (TypeError, ValueError, RuntimeError):  # a tensor or an array of several
+        return ""
+
+
 def _check_decorated(fn: object, flag: bool) -> None:
     if inspect.isclass(fn):
         raise ArgumentTypeError(
             f"@grad_mode({flag}) stands on {describe(fn)}.",
             why="it could mean its constructor or all of its methods.",
-            fix=f"put @gg.grad_mode({flag}) on each method that is meant, such as forward",
+            fix=f"@gg.grad_mode({flag})\ndef forward(self, x): ...   # on each method that is meant",
         )
     if isinstance(fn, classmethod | staticmethod):
+        names = ", ".join(inspect.signature(fn.__func__).parameters)
         raise ArgumentTypeError(
             f"@grad_mode({flag}) stands on a {type(fn).__name__}.",
             why="that is not a function yet.",
-            fix=f"@{type(fn).__name__}\n@gg.grad_mode({flag})\ndef {fn.__func__.__name__}(...): ...",
+            fix=f"@{type(fn).__name__}\n@gg.grad_mode({flag})\ndef {fn.__func__.__name__}({names}): ...",
         )
     if not callable(fn):
         raise ArgumentTypeError(
