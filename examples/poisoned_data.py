@@ -91,7 +91,7 @@ def guarded(path: Path) -> tuple[nn.Module, str]:
         loader = gg.resilient(DataLoader(Table(), batch_sampler=batches(epoch, EVERYTHING)), ledger=path)  # new
         for batch in loader:
             optimizer.zero_grad()
-            guard.backward(batch, lambda batch: loss_of(net, batch), ids=loader.ids)  # instead of loss.backward()
+            guard.backward(batch, lambda batch: loss_of(net, batch))  # instead of loss.backward()
             optimizer.step()
     return net, f"{len(gg.Ledger(path).incidents())} samples lost"
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 import gradgate as gg
 from gradgate.cli import main
 from gradgate.cli.demo._data import FAULTS, load
+from gradgate.cli.demo._ways import Training, guarded
 from tests.report.reading import data_of
 
 
@@ -73,3 +74,17 @@ def test_the_data_is_the_same_for_the_same_seed():
     (one, _), (again, _), (other, _) = load(1, 0.1), load(1, 0.1), load(2, 0.1)
     assert one.broken == again.broken != other.broken
     assert torch.equal(one.images, again.images)
+
+
+def test_incidents_of_loading_and_of_training_have_one_numbering(tmp_path):
+    data, test = load(1, 0.1)
+    with gg.Ledger(tmp_path / "demo.ledger") as ledger:
+        training = Training(data, test, 2, 1, ledger)
+        assert [progress.steps for progress in guarded(training)][-1] == training.progress.steps
+        incidents = ledger.incidents()
+    each = training.progress.steps // 2
+    assert {incident.stage for incident in incidents} >= {"load", "forward", "backward"}
+    assert {(incident.stage, incident.epoch) for incident in incidents} >= {("load", 1), ("load", 2)}
+    assert all((incident.epoch - 1) * each <= incident.step < incident.epoch * each for incident in incidents)
+    assert len({incident.run for incident in incidents}) == 1
+    assert {incident.sample_id for incident in incidents} == {str(index) for index in data.broken}

@@ -115,6 +115,39 @@ def uneven_loaders_end_together(rank):
     same_everywhere(*model.parameters())
 
 
+class Broken(torch.utils.data.Dataset):
+    """Sample 5 cannot be loaded, 2 and 7 of each rank are NaN."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise ValueError("cannot be decoded")
+        value = float("nan") if index in (2, 7) else index / 10
+        return torch.tensor([0, value, 1, 2], dtype=torch.float64)
+
+    def sample_id(self, index):
+        return f"rank {self.rank}, {index}"
+
+
+def ids_travel_with_batches_that_are_loaded_ahead(rank):
+    """`guard.batches` loads one ahead; rank 1 has a batch less, so it ends with batches of nobody."""
+    model = replica()
+    guard = gg.Guard(model)
+    guard.epoch, guard.global_step = 4, 20
+    loader = gg.resilient(DataLoader(Broken(rank, 12 - 3 * rank), batch_size=3))
+    dropped = []
+    for batch in guard.batches(loader):
+        dropped += guard.backward(batch, loss_of(model), ids=loader.ids if rank else None).dropped
+    assert [(i.sample_id, i.step) for i in dropped] == [(f"rank {rank}, 2", 20), (f"rank {rank}, 7", 22)]
+    assert [(i.sample_id, i.epoch, i.step) for i in loader.incidents] == [(f"rank {rank}, 5", 4, 21)]
+    assert guard.global_step == 24
+
+
 def a_rank_that_has_no_batch_at_all(rank):
     model = replica()
     guard = gg.Guard(model)
@@ -170,6 +203,7 @@ STORIES = [
     sinks_of_the_first_rank_take_all,
     one_rank_looks_alone,
     uneven_loaders_end_together,
+    ids_travel_with_batches_that_are_loaded_ahead,
     a_rank_that_has_no_batch_at_all,
     batches_that_cannot_be_of_no_rows,
     a_batch_without_a_step_is_told,

@@ -191,3 +191,11 @@ def test_a_walk_ends_even_where_the_objects_do_not():
 
     gg.Guard(model).backward(batch(), loss_fn)
     later = None
+
+
+def test_a_weak_proxy_of_a_module_is_no_module():
+    """Lightning's modules have such a thing; nothing can be noted about it."""
+    model = net()
+    proxy = weakref.proxy(model)
+    texts, _ = warned_in(gg.Guard(model), lambda x: proxy(x).square().mean(), batch(), batch(1))
+    assert texts == []

@@ -117,7 +117,7 @@ class Outsiders:
         """Note the modules that a function can reach, and what their buffers are now; they are looked for once."""
         if not self._looked:
             for path, thing in reachable(function):
-                if isinstance(thing, torch.nn.Module):
+                if issubclass(type(thing), torch.nn.Module):  # not isinstance: a weak proxy says that it is one
                     self._names.setdefault(thing, path)
             self._looked = True
         self.note(self._names)

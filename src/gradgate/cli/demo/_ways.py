@@ -171,13 +171,13 @@ def skipping(training: Training) -> Iterator[Progress]:
 def guarded(training: Training) -> Iterator[Progress]:
     """Train with gradgate: three lines are different."""
     state, model, optimizer = training.progress, training.model, training.optimizer
-    guard = Guard(model, ledger=training.ledger, payload=True, patience=10**9)
+    guard = Guard(model, ledger=training.ledger, ids="id", payload=True, patience=10**9)
     for state.epoch in range(1, training.epochs + 1):
         guard.epoch = state.epoch
-        loader = resilient(training.loader(), refill=False, ledger=training.ledger)
+        loader = resilient(training.loader(), retries=0, ledger=training.ledger)
         for batch in loader:
             optimizer.zero_grad()
-            result = guard.backward(batch, lambda batch: loss_of(model, batch), ids=batch["id"].tolist())
+            result = guard.backward(batch, lambda batch: loss_of(model, batch))
             optimizer.step()
             state.loss = result.loss.item()
             state.steps += 1
