@@ -23,11 +23,15 @@ from gradgate._torch_compat._modes import (
     enter_mode,
     leave_mode,
     on_top,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     read_grad_mode,
     undispatched,
     write_grad_mode,
 )
 from gradgate._torch_compat._modules import (
+    MODULE_HOOKS,
+    OPTIMIZER_HOOKS,
     ModuleCall,
     anything_compiled,
     buffers_of,
@@ -37,6 +41,7 @@ from gradgate._torch_compat._modules import (
     innermost_call,
     is_compiled,
     mixes_rows,
+    run_as_written,
     watched_modules,
     without_compiled_wrappers,
 )
@@ -78,7 +83,9 @@ from gradgate._torch_compat._tracing import (
 
 __all__ = [
     "DispatchMode",
+    "MODULE_HOOKS",
     "ModuleCall",
+    "OPTIMIZER_HOOKS",
     "Replica",
     "ThreadModes",
     "add_tensors",
@@ -117,10 +124,13 @@ __all__ = [
     "node_number",
     "nodes_below",
     "on_top",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
     "read_grad_mode",
     "recorded_without_copy",
     "reduce_shards",
     "replica_obstacle",
+    "run_as_written",
     "saved_tensors_of",
     "schema_of",
     "shard_group",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import call
+from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode
@@ -14,6 +16,8 @@ __all__ = [
     "enter_mode",
     "leave_mode",
     "on_top",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
     "read_grad_mode",
     "undispatched",
     "write_grad_mode",
@@ -71,6 +75,17 @@ def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
         return _get_current_dispatch_mode() is mode
     top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return top is mode
+
+
+push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+"""Call `pack` with every tensor that is saved for backward in this thread, and `unpack` when it is needed."""
+
+
+def pop_saved_tensors_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
+    """Take these hooks away, if they were pushed last."""
+    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if top is not None and top[0] == pack:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 class ThreadModes:

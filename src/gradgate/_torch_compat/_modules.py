@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as module_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gradgate._patches import Patches
 
 __all__ = [
+    "MODULE_HOOKS",
+    "OPTIMIZER_HOOKS",
     "anything_compiled",
     "buffers_of",
     "call_before_modules",
@@ -24,6 +27,7 @@ __all__ = [
     "innermost_call",
     "is_compiled",
     "mixes_rows",
+    "run_as_written",
     "watched_modules",
     "without_compiled_wrappers",
     "ModuleCall",
@@ -81,6 +85,17 @@ def mixes_rows(module: torch.nn.Module) -> bool:
         and "forward" not in module.__dict__
         and not module._forward_pre_hooks
     )
+
+
+MODULE_HOOKS: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = (
+    module_hooks._global_forward_pre_hooks,
+    module_hooks._global_forward_hooks,
+    module_hooks._global_forward_hooks_always_called,
+)
+"""Torch's tables of hooks before and after the forward of every module, and of those that are always called."""
+
+OPTIMIZER_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+"""Torch's tables of hooks before and after every step of every optimizer; a key may be anything."""
 
 
 class ModuleCall(NamedTuple):
@@ -146,10 +161,15 @@ def call_with_gradient(patches: Patches, leaf: torch.Tensor, hook: Callable[[tor
 @contextmanager
 def compiled_as_written(patches: Patches) -> Iterator[None]:
     """Run compiled functions and modules as they were written, so that hooks see inside and no size is compiled for."""
-    from torch._dynamo import eval_frame
-
     with patches.block():
         patches.put(vars(warnings), "filters", warnings.filters[:])
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-        patches.put(vars(eval_frame), "_stance", eval_frame.DynamoStance("force_eager"))
+        run_as_written(patches)
         yield
+
+
+def run_as_written(patches: Patches) -> None:
+    """Run compiled functions and modules as they were written, until the patches are undone."""
+    from torch._dynamo import eval_frame
+
+    patches.put(vars(eval_frame), "_stance", eval_frame.DynamoStance("force_eager"))

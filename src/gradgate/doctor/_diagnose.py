@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 
 from gradgate._checks import check_module
 from gradgate._names import describe
-from gradgate._torch_compat import is_compiled, without_compiled_wrappers
+from gradgate._patches import Patches, to_the_end
+from gradgate._torch_compat import is_compiled, run_as_written, without_compiled_wrappers
 from gradgate.doctor._case import SEVERITIES, Case, Names, namespaces_of
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._graph import Graph, Layer, draw
@@ -24,6 +25,8 @@ from gradgate.doctor._tracer import Tracer
 from gradgate.doctor.rules import apply_rules
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Finding
+
+_HOOK_WARNING = "Using `torch.compile.module.` when there are global hooks"
 
 # --- one step ---------------------------------------------------------------------------------------------------------
 
@@ -37,7 +40,7 @@ class Examination:
         self.namespaces = namespaces
         self.tracer = Tracer()
         self.tracer.before_step.append(self._before_step)
-        self._surroundings = ExitStack()
+        self._surroundings = Patches()
         self.thorough = True
         self.one_step = True
         self.files: tuple[str, ...] = ()
@@ -53,24 +56,35 @@ class Examination:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Trace a block."""
-        self.tracer.install()
-        self.resume()
         try:
+            self.tracer.install()
+            self.resume()
             yield
         finally:
-            self.pause()
-            self.tracer.uninstall()
+            self.stop()
+
+    def stop(self) -> None:
+        """Trace no longer, and leave nothing behind, whatever was interrupted; may be called again."""
+        to_the_end(self._stop)
+
+    def _stop(self) -> None:
+        self.pause()
+        self.tracer.uninstall()
 
     def resume(self) -> None:
         """Begin to trace, with torch.compile standing aside."""
-        self._surroundings.enter_context(torch.compiler.set_stance("force_eager"))
-        self._surroundings.enter_context(_without_hook_warning())
+        run_as_written(self._surroundings)
+        warnings.filterwarnings("ignore", message=_HOOK_WARNING)
         self.tracer.resume()
 
     def pause(self) -> None:
         """Trace no longer."""
         self.tracer.pause()
-        self._surroundings.close()
+        self._surroundings.undo()
+        # All other filters, also new ones, stay as the user has them.
+        ours = next((entry for entry in warnings.filters if entry[1] and entry[1].pattern == _HOOK_WARNING), None)
+        if ours is not None:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
     def run(self, step_fn: Callable[[], Any]) -> None:
         """Run a step, and backward if the step leaves it to us."""
@@ -85,6 +99,9 @@ class Examination:
                 self.run(step_fn)
         except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
             return error
+        except BaseException:  # an interrupt may come in the block's own end
+            self.stop()
+            raise
         return None
 
     def conclude(self, exception: BaseException | None) -> Diagnosis:
@@ -131,18 +148,6 @@ class Examination:
             name = names.of_tensor(leaf) or f"the tensor of shape {tuple(leaf.shape)}"
             found[name if name not in found else f"{name} ({len(found)})"] = leaf
         return found
-
-
-@contextmanager
-def _without_hook_warning() -> Iterator[None]:
-    """Keep torch from warning of the tracer's hooks; all other filters, also new ones, stay as the user has them."""
-    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-    filter_of_ours = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if filter_of_ours in warnings.filters:
-            warnings.filters.remove(filter_of_ours)  # type: ignore[attr-defined]
 
 
 def _note_on_compiling(compiled: list[str]) -> list[Finding]:
@@ -256,16 +261,22 @@ class Tracing:
         return Diagnosis(tuple(findings), self._exception, *self._drawn)
 
     def __enter__(self) -> Tracing:
-        self._examination.tracer.install()
-        self.resume()
+        try:
+            self._examination.tracer.install()
+            self.resume()
+        except BaseException:  # an interrupt: nobody calls `__exit__`
+            self._examination.stop()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.tracing:
-            self.pause(error)
-        self._examination.tracer.uninstall()
+        try:
+            if self.tracing:
+                self.pause(error)
+        finally:
+            self._examination.stop()
 
     def resume(self) -> None:
         """Go on tracing after `pause`."""

@@ -10,18 +10,17 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from gradgate._patches import Patches
 from gradgate._source import Location, is_foreign, locate
 from gradgate._torch_compat import (
+    MODULE_HOOKS,
+    OPTIMIZER_HOOKS,
     DispatchMode,
     current_node,
     enter_mode,
@@ -31,6 +30,8 @@ from gradgate._torch_compat import (
     leave_mode,
     node_number,
     on_top,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     undispatched,
     write_grad_mode,
 )
@@ -258,45 +259,40 @@ class Tracer:
         self.after_step: list[Callable[[torch.optim.Optimizer], None]] = []
         self._calls = _Calls(self)
         self._operations = _Operations(self)
-        self._hooks = ExitStack()
-        self._packing: saved_tensors_hooks | None = None
+        self.patches = Patches()
 
     # --- its life -------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Set the hooks that tell about modules and optimizers; nothing is traced yet."""
-        for handle in (
-            register_module_forward_pre_hook(self._module_begins),
-            register_module_forward_hook(self._module_ends, always_call=True),
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ends),
-        ):
-            self._hooks.callback(handle.remove)
+        before, after, always = MODULE_HOOKS
+        before_step, after_step = OPTIMIZER_HOOKS
+        self.patches.put(before, self, self._module_begins)
+        self.patches.put(always, self, True)
+        self.patches.put(after, self, self._module_ends)
+        self.patches.put(before_step, self, self._optimizer_begins)
+        self.patches.put(after_step, self, self._optimizer_ends)
 
     def uninstall(self) -> None:
         """Take the hooks away."""
-        self._hooks.close()
+        self.patches.undo()
 
     def resume(self) -> None:
         """Begin to trace this thread. It may be called from inside a hook, and so may `pause`."""
         if self.saves:
-            self._packing = saved_tensors_hooks(self.saving.pack, self.saving.unpack)
-            self._packing.__enter__()
+            push_saved_tensors_hooks(self.saving.pack, self.saving.unpack)
         self.trace.recording_at_start = torch.is_grad_enabled()
         self.active = True
         self.enter_modes()
 
     def pause(self) -> None:
-        """Trace no longer."""
+        """Trace no longer; may be called again where an interrupt has broken it off."""
         self.active = False
         self.trace.recording_at_end = torch.is_grad_enabled()
-        if self._step_frame is None:  # an optimizer that raised has left the modes out of force
-            self.leave_modes()
+        self.leave_modes()
         self._step_frame = None
         self.running.forget()
-        if self._packing is not None:
-            self._packing.__exit__()
-            self._packing = None
+        pop_saved_tensors_hooks(self.saving.pack)
 
     def enter_modes(self) -> None:
         """Look at what happens from here on."""
@@ -305,8 +301,9 @@ class Tracer:
 
     def leave_modes(self) -> None:
         """Look away, where there is nothing to see that hooks do not tell."""
-        leave_mode(self._calls)
-        leave_mode(self._operations)
+        for mode in (self._calls, self._operations):
+            if on_top(mode):
+                leave_mode(mode)
 
     def can_pause(self) -> bool:
         """Return whether nothing that was entered after the tracer is still open."""

@@ -6,18 +6,18 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradgate._checks import check_module
 from gradgate._finite import FiniteCheck
 from gradgate._names import describe, listed
+from gradgate._patches import Patches, to_the_end
 from gradgate._random_state import RandomState
-from gradgate._torch_compat import copy_tensors, undispatched
+from gradgate._torch_compat import OPTIMIZER_HOOKS, ThreadModes, copy_tensors, undispatched, write_grad_mode
 from gradgate.doctor._case import namespaces_of
 from gradgate.doctor._diagnose import Examination
 from gradgate.doctor._diagnosis import Diagnosis
@@ -80,18 +80,9 @@ class StepSnapshot:
         random = RandomState(parameter.device for parameter in parameters)
         random.remember()
         training = [(module, module.training) for module in self._model.modules()]
-        with torch.no_grad():
-            copy_tensors(list(self._written), list(self._written.values()))
-            copy_tensors(self._buffers, self._buffer_copies)
-        for parameter in parameters:
-            parameter.grad = None
-        self._random.restore()
-        recording = torch.is_grad_enabled()
-        torch.set_grad_enabled(True)
-        try:
-            yield
-        finally:
-            torch.set_grad_enabled(recording)
+        modes = ThreadModes()
+
+        def come_back() -> None:
             with torch.no_grad():
                 copy_tensors(tensors, kept)
             for parameter, gradient in gradients:
@@ -100,8 +91,21 @@ class StepSnapshot:
                 module.training = mode
             for optimizer, state in self._states:
                 optimizer.load_state_dict(state)
-            self._states.clear()
             random.restore()
+            modes.restore()
+
+        try:
+            with torch.no_grad():
+                copy_tensors(list(self._written), list(self._written.values()))
+                copy_tensors(self._buffers, self._buffer_copies)
+            for parameter in parameters:
+                parameter.grad = None
+            self._random.restore()
+            write_grad_mode(True)
+            yield
+        finally:
+            to_the_end(come_back)
+            self._states.clear()
 
 
 _check = FiniteCheck()
@@ -146,20 +150,17 @@ class Watch:
         self._step_fn: Callable[[], Any] | None = None
         self._looked = False
         self._replaying = False
-        self._open = ExitStack()
+        self._patches = Patches()
 
     def __enter__(self) -> Watch:
-        if self._optimizer is not None:
-            handle = self._optimizer.register_step_pre_hook(self._before_step)
-        else:
-            handle = register_optimizer_step_pre_hook(self._before_step)
-        self._open.callback(handle.remove)
+        hooks = OPTIMIZER_HOOKS[0] if self._optimizer is None else self._optimizer._optimizer_step_pre_hooks
+        self._patches.put(hooks, self, self._before_step)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._open.close()
+        to_the_end(self._patches.undo)
 
     def step(self, step_fn: Callable[[], Result]) -> Result:
         """Run one step; if it goes wrong, run it again under the tracer and explain it.
@@ -268,18 +269,21 @@ class Watch:
     def _replay(self, step_fn: Callable[[], Any]) -> Diagnosis:
         examination = Examination(self._model, [*namespaces_of(step_fn), *self._namespaces])
         raised: BaseException | None = None
-        self._replaying = True
-        with self._snapshot.rewound():
-            try:
-                with examination.running():
-                    examination.run(step_fn)
-            except _Seen:
-                raised = None
-            except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
-                raised = error
-            finally:
+        try:
+            self._replaying = True
+            with self._snapshot.rewound():
+                try:
+                    with examination.running():
+                        examination.run(step_fn)
+                except _Seen:
+                    raised = None
+                except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
+                    raised = error
                 self._replaying = False
-            return examination.conclude(raised)
+                return examination.conclude(raised)
+        finally:
+            self._replaying = False
+            examination.stop()
 
 
 class _Seen(Exception):

@@ -10,22 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
+from gradgate._torch_compat import OPTIMIZER_HOOKS
 from gradgate.freezing._carrying import Watcher, watchers_of
 
 __all__ = ["skips_missing_gradients", "watch_steps"]
 
-# They stay: torch walks over all hooks of this kind during a step, so that none may be taken away there.
-_hooks: list[RemovableHandle] = []
-
 
 def watch_steps() -> None:
-    """Hang the hooks, unless they hang already."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    """Hang the hooks, unless they hang already; one that an interrupt has kept from hanging is hung the next time."""
+    before, after = OPTIMIZER_HOOKS
+    # They stay: torch walks over all hooks of this kind during a step, so that none may be taken away there.
+    before.setdefault(__name__, _before_step)
+    after.setdefault(__name__, _after_step)
 
 
 def skips_missing_gradients(kind: type[torch.optim.Optimizer]) -> bool:

@@ -9,9 +9,7 @@ that a `from torch import set_grad_enabled` of earlier is covered too. torch's o
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 
 from torch import set_grad_enabled
 
@@ -22,10 +20,6 @@ __all__ = ["close_lock", "locks", "open_lock"]
 
 locks: list[None] = []
 """One item for each lock that is alive in any thread."""
-_counting = threading.Lock()
-# A fork in the middle of counting would leave the child with a lock that nobody opens.
-os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
-
 _switch_at_once = set_grad_enabled.__init__
 
 
@@ -43,18 +37,18 @@ def _is_torch(module: str) -> bool:
 
 def open_lock() -> None:
     """Count one more lock; with the first, torch's constructor is replaced."""
-    # acquire and release instead of a with block: half the price, and nothing in between can raise.
-    _counting.acquire()
     locks.append(None)
-    if len(locks) == 1:
-        set_grad_enabled.__init__ = _note_only_when_locked  # type: ignore[method-assign]
-    _counting.release()
+    _follow_locks()
 
 
 def close_lock() -> None:
     """Count one lock less; with the last one anywhere, torch is as it was."""
-    _counting.acquire()
     locks.pop()
-    if not locks:
-        set_grad_enabled.__init__ = _switch_at_once  # type: ignore[method-assign]
-    _counting.release()
+    _follow_locks()
+
+
+def _follow_locks() -> None:
+    # Without a mutex, which an interrupt could leave locked for ever. Whoever writes looks again afterwards, so that
+    # the last one to write, whatever threads did in between, has seen that it fits.
+    while (set_grad_enabled.__init__ is _note_only_when_locked) is not bool(locks):
+        set_grad_enabled.__init__ = _note_only_when_locked if locks else _switch_at_once  # type: ignore[method-assign]
