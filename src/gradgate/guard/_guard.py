@@ -6,9 +6,9 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,6 +45,8 @@ from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
 
 __all__ = ["Guard"]
+
+Made = TypeVar("Made")
 
 
 class Guard:
@@ -193,31 +195,8 @@ class Guard:
                 read_ids(self._read_ids, batch, size)  # what is wrong about it is said at the first step
         self._refuse_nesting()
         try:
-            self._state.remember(guests)
-            outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
-            if first or recovered is not None:
-                self._outsiders.warn(stacklevel=2)
-            if recovered is None:
-                tally = self._tally.after_step(size, bad=False)
-                result = GuardResult(outcome.value, outcome.per_sample, range(size))
-            else:
-                tally = self._tally.after_step(size, bad=bool(recovered.dropped), incidents=incidents)
-                result = GuardResult(
-                    loss=torch.tensor(float("nan")) if outcome.value is None else outcome.value,
-                    losses=outcome.per_sample,
-                    kept=recovered.kept,
-                    dropped=tuple(incident for incident in incidents if not incident.transient),
-                    exact=not recovered.reasons,
-                    reason="; ".join(recovered.reasons),
-                    transient=tuple(incident for incident in incidents if incident.transient),
-                )
-            step = self.global_step + 1
-            # Python looks for interrupts after calls and at jumps. Unpacking is neither, and nothing that follows is:
-            # an interrupt comes before, and everything is as before the step, or after the return.
-            _ = [*map(add_tensors, *self._state.sums())]
-            self._state.open, self._tally, self.global_step = False, tally, step
-            return result
-        except BaseException:
+            return self._step(trial, batch, size, writes, guests, ids, partial(self._result, size, first))
+        except BaseException:  # a second interrupt may have come in the clean-up after the first
             self._state.give_back()
             raise
 
@@ -244,41 +223,19 @@ class Guard:
         check_function(batch, fn, "guard.forward(batch, fn)")
         size, writes, guests = self._reader.read(batch, ids)
         trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
-        apart: AbstractContextManager[None] = nullcontext()
-        if isinstance(self._agreement, Alone):
-            self._refuse_nesting()
-        else:
-            apart = self._agreement.apart(training=False)
+        conclude = partial(self._output, size, fill_value)
+        if not isinstance(self._agreement, Alone):
             if self._closed is not None:
                 self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
                 self._closed = None
+            with self._agreement.apart(training=False):
+                return self._step(trial, batch, size, writes, guests, ids, conclude)
+        self._refuse_nesting()
         try:
-            with apart:
-                self._state.remember(guests)
-                outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
-            if recovered is not None:
-                self._outsiders.warn(stacklevel=2)
-            output, keep = self._placed(outcome.value, recovered, size, fill_value)
-            tally = self._tally.after_incidents(incidents)
-            _ = [*map(add_tensors, *self._state.sums())]  # as in `backward`
-            self._state.open, self._tally = False, tally
-            return output, keep
-        except BaseException:
+            return self._step(trial, batch, size, writes, guests, ids, conclude)
+        except BaseException:  # as in `backward`
             self._state.give_back()
             raise
-
-    def _placed(
-        self, output: Any, recovered: Recovered | None, size: int, fill_value: float
-    ) -> tuple[Any, torch.Tensor]:
-        """Put the rows of an output at their places among all rows of the batch."""
-        leaves, form = tree_flatten(output)
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        if recovered is None:
-            return output, torch.ones(size, dtype=torch.bool, device=device)
-        index = index_of(recovered.kept)
-        keep = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)
-        filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]
-        return tree_unflatten(filled, form), keep
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Give the batches of a loader until no rank has any more, so that all ranks make equally many steps.
@@ -335,19 +292,26 @@ class Guard:
         now = {name: getattr(self, name, given) for name, given in self._arguments.items()}
         return _rebuilt, (type(self), now, self.state_dict())
 
-    def _guarded(
-        self, trial: Trial, batch: Any, size: int, writes: int, ids: Ids | None
-    ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
-        """Make a try, and recover from its fault; whatever is raised, everything is as before."""
+    def _step(
+        self,
+        trial: Trial,
+        batch: Any,
+        size: int,
+        writes: int,
+        guests: Sequence[torch.Tensor],
+        ids: Ids | None,
+        conclude: Callable[[Outcome, Recovered | None, tuple[Incident, ...]], tuple[Made, Tally, int]],
+    ) -> Made:
+        """Make a try, recover from its fault, and count the step; whatever is raised, everything is as before."""
         try:
-            untouched = with_own_containers(batch)
-            outcome = trial.run(batch, size)
-            if outcome.fault is None:
-                return outcome, None, ()
-            batch = untouched
-            if self._reader.writes(batch) != writes:
-                raise_as_it_is(outcome.fault, size, "the batch was written to in place, so nothing can be tried again")
-            recovered, incidents = self._recover(trial, outcome, batch, size, ids)
+            self._state.remember(guests)
+            outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
+            result, tally, step = conclude(outcome, recovered, incidents)
+            # Python looks for interrupts after calls and at jumps. Unpacking is neither, and nothing that follows is:
+            # an interrupt comes before, and everything is as before the step, or after the return.
+            _ = [*map(add_tensors, *self._state.sums())]
+            self._state.open, self._tally, self.global_step = False, tally, step
+            return result
         except torch.AcceleratorError:
             self._state.give_back(device_died=True)  # the device died; more would only hide its error
             raise
@@ -355,6 +319,58 @@ class Guard:
             self._outsiders.forget()
             self._state.give_back()
             raise
+
+    def _result(
+        self, size: int, first: bool, outcome: Outcome, recovered: Recovered | None, incidents: tuple[Incident, ...]
+    ) -> tuple[GuardResult, Tally, int]:
+        """Give the result of `backward`, and what is counted after it."""
+        if first or recovered is not None:
+            self._outsiders.warn(stacklevel=4)
+        if recovered is None:
+            result = GuardResult(outcome.value, outcome.per_sample, range(size))
+            return result, self._tally.after_step(size, bad=False), self.global_step + 1
+        result = GuardResult(
+            loss=torch.tensor(float("nan")) if outcome.value is None else outcome.value,
+            losses=outcome.per_sample,
+            kept=recovered.kept,
+            dropped=tuple(incident for incident in incidents if not incident.transient),
+            exact=not recovered.reasons,
+            reason="; ".join(recovered.reasons),
+            transient=tuple(incident for incident in incidents if incident.transient),
+        )
+        tally = self._tally.after_step(size, bad=bool(recovered.dropped), incidents=incidents)
+        return result, tally, self.global_step + 1
+
+    def _output(
+        self,
+        size: int,
+        fill_value: float,
+        outcome: Outcome,
+        recovered: Recovered | None,
+        incidents: tuple[Incident, ...],
+    ) -> tuple[tuple[Any, torch.Tensor], Tally, int]:
+        """Give the result of `forward`, rows at their places among all rows of the batch, and what is counted."""
+        leaves, form = tree_flatten(outcome.value)
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        if recovered is None:
+            keep = torch.ones(size, dtype=torch.bool, device=device)
+            return (outcome.value, keep), self._tally, self.global_step
+        self._outsiders.warn(stacklevel=4)
+        index = index_of(recovered.kept)
+        keep = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)
+        filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]
+        return (tree_unflatten(filled, form), keep), self._tally.after_incidents(incidents), self.global_step
+
+    def _guarded(
+        self, trial: Trial, batch: Any, size: int, writes: int, ids: Ids | None
+    ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
+        untouched = with_own_containers(batch)
+        outcome = trial.run(batch, size)
+        if outcome.fault is None:
+            return outcome, None, ()
+        if self._reader.writes(untouched) != writes:
+            raise_as_it_is(outcome.fault, size, "the batch was written to in place, so nothing can be tried again")
+        recovered, incidents = self._recover(trial, outcome, untouched, size, ids)
         return recovered.outcome or Outcome(), recovered, incidents
 
     def _recover(
