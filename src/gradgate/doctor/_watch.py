@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +22,8 @@ from gradgate.doctor._diagnose import Examination
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._numerics import bad_kind
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, BadStepError, BadStepWarning
+
+Result = TypeVar("Result")
 
 # --- the state that a step starts from --------------------------------------------------------------------------------
 
@@ -70,9 +71,8 @@ class StepSnapshot:
         if not any(optimizer is known for known, _ in self._states):
             self._states.append((optimizer, copy.deepcopy(optimizer.state_dict())))
 
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """Go back to the remembered state for a block, and return to the state of now after it."""
+    def rewound(self, function: Callable[[], Result]) -> Result:
+        """Run a function from the remembered state, and return to the state of now after it."""
         parameters = list(self._model.parameters())
         tensors = [*parameters, *self._model.buffers(), *self._written]
         kept = [tensor.detach().clone() for tensor in tensors]
@@ -102,7 +102,7 @@ class StepSnapshot:
                 parameter.grad = None
             self._random.restore()
             write_grad_mode(True)
-            yield
+            return function()
         finally:
             to_the_end(come_back)
             self._states.clear()
@@ -121,7 +121,6 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
 
 
 OnBad = Literal["raise", "warn", "skip"]
-Result = TypeVar("Result")
 
 
 class Watch:
@@ -268,19 +267,22 @@ class Watch:
 
     def _replay(self, step_fn: Callable[[], Any]) -> Diagnosis:
         examination = Examination(self._model, [*namespaces_of(step_fn), *self._namespaces])
-        raised: BaseException | None = None
+
+        def replayed() -> Diagnosis:
+            raised: BaseException | None = None
+            try:
+                with examination.running():
+                    examination.run(step_fn)
+            except _Seen:
+                raised = None
+            except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
+                raised = error
+            self._replaying = False
+            return examination.conclude(raised)
+
         try:
             self._replaying = True
-            with self._snapshot.rewound():
-                try:
-                    with examination.running():
-                        examination.run(step_fn)
-                except _Seen:
-                    raised = None
-                except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
-                    raised = error
-                self._replaying = False
-                return examination.conclude(raised)
+            return self._snapshot.rewound(replayed)
         finally:
             self._replaying = False
             examination.stop()
