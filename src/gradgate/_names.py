@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+
+from gradgate._text import class_name, text_of
 
 __all__ = ["class_name", "describe", "listed", "module_path", "nearest", "text_of"]
 
@@ -55,45 +57,6 @@ def describe(value: object) -> str:
         return f"the class {value.__name__}"
     text = repr(value)
     return f"the {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def class_name(kind: type) -> str:
-    """Write a class with its module, as far as that says something.
-
-    Args:
-        kind: The class.
-
-    Returns:
-        "ValueError" for one of Python's own, "package.module.Name" for others.
-
-    Examples:
-        >>> class_name(ValueError), class_name(torch.nn.Linear)
-        ('ValueError', 'torch.nn.modules.linear.Linear')
-    """
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def text_of(value: object, write: Callable[[object], str] = str) -> str:
-    """Write a value that somebody else made, whatever its class does when it is asked for a text.
-
-    Args:
-        value: The value, such as an exception.
-        write: How it is written: `str` or `repr`.
-
-    Returns:
-        Its text; where there is none to be had, the name of its class.
-
-    Examples:
-        >>> class Mute(Exception):
-        ...     def __str__(self):
-        ...         raise ValueError
-        >>> text_of(ValueError("too long")), text_of(Mute())[-28:]
-        ('too long', 'Mute without a readable text')
-    """
-    try:
-        return write(value)
-    except Exception:  # noqa: BLE001 - it is not the fault that is being told of
-        return f"a {class_name(type(value))} without a readable text"
 
 
 def listed(names: Sequence[object], limit: int = 6) -> str:

@@ -230,6 +230,8 @@ class _Reader:
             if isinstance(node, list):
                 raise ValueError("a list without a kind")
             return node
+        if not node:
+            raise ValueError("a part without a kind")
         kind = next(iter(node))
         return getattr(self, f"read_{kind}")(node[kind], node)
 

@@ -60,9 +60,7 @@ def restored(data: bytes | None, model: torch.nn.Module | None = None) -> Iterat
     chance = random_state()
     try:
         if state is not None:
-            if model is not None and state["model"] is not None:
-                _load(model, state["model"])
-            set_random_state(state["random"])
+            _put_in_force(state, model)
         yield
     finally:
         set_random_state(chance)
@@ -109,12 +107,26 @@ def _whole(state: Any) -> dict[str, Any]:
     )
 
 
-def _load(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+def _put_in_force(state: Mapping[str, Any], model: torch.nn.Module | None) -> None:
+    odd = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError)
     try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
+        if model is not None and state["model"] is not None:
+            model.load_state_dict(state["model"])
+    except odd as error:
         raise LedgerError(
             f"the stored weights do not fit the model: {error}",
             why="they are those of the model that the fault happened in.",
             fix="give the model that was trained, or none to replay with the weights that loss_fn has",
+        ) from error
+    try:
+        chance = state["random"]
+        # numpy believes whatever position it is given, and reads there.
+        if "numpy" in chance and not 0 <= chance["numpy"][2] <= 624:
+            raise ValueError(f"numpy's position is {chance['numpy'][2]}")
+        set_random_state(chance)
+    except odd as error:
+        raise LedgerError(
+            f"the stored random state cannot be used: {type(error).__name__}: {error}.",
+            why="it is damaged, or gradgate did not write it.",
+            fix="PRAGMA integrity_check   -- in sqlite3, on the ledger",
         ) from error

@@ -26,6 +26,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gradgate._text import visible
+
 if TYPE_CHECKING:
     from gradgate.records import Incident
 
@@ -73,7 +75,7 @@ class GradgateError(Exception):
 
     def __str__(self) -> str:
         parts = [self.what, f"Why: {self.why}" if self.why else "", f"Fix: {self.fix}" if self.fix else ""]
-        return "\n".join(part for part in parts if part)
+        return visible("\n".join(part for part in parts if part), lines=True)
 
 
 class ArgumentError(GradgateError):

@@ -188,5 +188,5 @@ def test_a_few_pages_that_pretend_to_hold_endless_rows_are_stopped(sound, tmp_pa
     path = tmp_path / "run.ledger"
     path.write_bytes(endless(sound, index))
     ledger = Ledger(path, read_only=True)
-    with pytest.raises(LedgerError, match="than a sound file of this size needs"):
+    with pytest.raises(LedgerError, match=r"sound file of this size needs|longer together than the file"):
         getattr(ledger, question)()

@@ -9,7 +9,7 @@ import pytest
 
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError
 from gradgate.ledger import Ledger
-from gradgate.ledger import _merging as merging
+from gradgate.ledger import _writer as merging
 from tests.ledger.made import incident
 
 

@@ -1,13 +1,14 @@
 """A ledger that cannot be written does not stop the training: one warning, memory, and the file when it is back."""
 
 import sqlite3
+import subprocess
 import warnings
 
 import pytest
 
 from gradgate.errors import LedgerError, LedgerWarning
 from gradgate.ledger import Ledger, _file, _writer
-from tests.ledger.made import incident
+from tests.ledger.made import incident, start
 
 
 @pytest.fixture
@@ -181,8 +182,7 @@ def test_an_incident_recorded_while_another_is_written_is_not_lost(ledger, monke
     monkeypatch.setattr(_writer, "write_entries", interrupted)
     with pytest.warns(LedgerWarning, match="within a transaction"):
         ledger.record(incident("outer"))
-    assert [found.sample_id for found in ledger.pending] == ["inner"]
-    ledger.flush()
+    assert ledger.pending == ()
     assert sorted(samples(ledger)) == ["before", "inner", "outer"]
 
 
@@ -195,14 +195,69 @@ def test_no_warning_while_all_is_well(ledger):
     _file.LOCK.release()
 
 
-def test_limit_a_file_that_is_moved_alone_leaves_its_newest_incidents_behind(tmp_path):
-    """They are in `run.ledger-wal`, which SQLite does not find under the new name. A merge takes them along."""
+def test_a_file_that_is_moved_alone_takes_everything_along(tmp_path):
+    """Also what was still in `run.ledger-wal`, which SQLite does not find under the new name."""
     with Ledger(tmp_path / "run.ledger") as ledger:
-        ledger.record(incident("first"))
-        with Ledger(tmp_path / "copy.ledger") as copied:
-            assert copied.merge(ledger) == 1
+        for number in range(5):
+            ledger.record(incident(f"first {number}"))
         ledger.path.rename(tmp_path / "moved.ledger")
-        ledger.record(incident("second"))
-        assert ledger.bad_ids() == {"second"}
-    assert Ledger(tmp_path / "moved.ledger").bad_ids() == set()
-    assert Ledger(tmp_path / "copy.ledger").bad_ids() == {"first"}
+        with pytest.warns(LedgerWarning, match=r"is another file than before(.|\n)*Fix: gradgate ledger merge") as said:
+            record_one_by_one(ledger, [incident("second"), incident("third")])
+        assert len(said) == 1
+        assert ledger.bad_ids() == {"second", "third"}
+    moved = Ledger(tmp_path / "moved.ledger", read_only=True)
+    assert moved.bad_ids() == {f"first {number}" for number in range(5)}
+
+
+def test_another_process_takes_the_path_of_a_file_that_was_moved_away(tmp_path):
+    """Both go on, and whatever was acknowledged is in one of the two files."""
+    path, moved = tmp_path / "run.ledger", tmp_path / "old.ledger"
+    with Ledger(path) as ledger:
+        record_one_by_one(ledger, [incident(f"a{number}") for number in range(30)])
+        path.rename(moved)
+        code = """
+ledger = Ledger(sys.argv[1])
+for number in range(30):
+    ledger.record(Incident(stage="load", cause="exception", sample_id=f"b{number}"))
+print("ready", flush=True); sys.stdin.readline()
+for number in range(30, 60):
+    ledger.record(Incident(stage="load", cause="exception", sample_id=f"b{number}"))
+assert ledger.pending == ()
+ledger.close()
+"""
+        other = start(code, path, stdin=subprocess.PIPE)
+        assert other.stdout.readline() == "ready\n"
+        with pytest.warns(LedgerWarning, match="is another file than before") as said:
+            record_one_by_one(ledger, [incident(f"a{number}") for number in range(30, 60)])
+        assert len(said) == 1
+        _, err = other.communicate("\n", timeout=120)
+        assert other.returncode == 0, err
+        record_one_by_one(ledger, [incident("last")])
+        assert ledger.pending == ()
+    new, old = Ledger(path, read_only=True).bad_ids(), Ledger(moved, read_only=True).bad_ids()
+    assert old == {f"a{number}" for number in range(30)}
+    assert new == {f"a{number}" for number in range(30, 60)} | {f"b{number}" for number in range(60)} | {"last"}
+    with sqlite3.connect(moved) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+
+
+def test_a_full_disk_costs_the_same_however_many_wait(ledger, monkeypatch):
+    rows = []
+    write = _writer.write_entries
+    monkeypatch.setattr(
+        _writer, "write_entries", lambda connection, entries: rows.append(len(entries)) or write(connection, entries)
+    )
+    fill_the_disk(ledger)
+    with pytest.warns(LedgerWarning):
+        record_one_by_one(ledger, [incident(str(number), message="x" * 2000) for number in range(400)])
+    waiting = len(ledger.pending)
+    assert waiting > 300
+    assert rows[-100:] == [1] * 100
+    make_room(ledger)
+    rows.clear()
+    ledger.record(incident("after"))
+    assert ledger.pending == ()
+    assert sum(rows) == waiting + 1
+    assert len(rows) <= 2 + waiting.bit_length()
+    assert len(ledger.incidents()) == 402

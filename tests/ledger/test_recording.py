@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradgate as gg
+from gradgate._text import class_name
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 from gradgate.ledger import Ledger
 from gradgate.ledger._rows import DETAILS_LIMIT, MESSAGE_LIMIT, from_row, to_row
@@ -99,7 +100,7 @@ def test_an_object_without_a_text_is_recorded_all_the_same(ledger):
             raise RuntimeError("no")
 
     ledger.record(incident(details={"mute": Mute()}))
-    assert ledger.incidents()[0].details == {"mute": "<Mute whose text cannot be had: RuntimeError>"}
+    assert ledger.incidents()[0].details == {"mute": f"a {class_name(Mute)} without a readable text"}
 
 
 def test_a_stage_of_another_name_does_not_spoil_the_ledger(ledger):

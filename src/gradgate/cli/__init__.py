@@ -17,6 +17,7 @@ from io import TextIOWrapper
 import click
 
 import gradgate
+from gradgate._text import visible
 from gradgate.errors import GradgateError
 
 __all__ = ["main"]
@@ -50,12 +51,13 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except GradgateError as error:
-            raise click.ClickException(str(error)) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # `| head` has seen enough; click ends in silence.
+        except click.ClickException as error:
+            vars(error)["message"] = visible(error.message, lines=True)  # It may quote a name that a stranger chose.
+            raise
+        except (GradgateError, OSError) as error:
+            if getattr(error, "errno", None) == errno.EPIPE:  # `| head` has seen enough; click ends in silence.
                 raise
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(visible(error, lines=True)) from error
 
 
 def _show_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:

@@ -58,13 +58,16 @@ def doctor(
     """
     from rich.console import Console  # Here, because both are loaded for this command only.
 
-    from gradgate.doctor import examine_script
+    from gradgate.doctor import ScriptReport, examine_script
 
-    report = examine_script(script, args, whole=whole, from_step=from_step)
-    Console(highlight=False, soft_wrap=True).print(report.diagnosis)
-    if json_path is not None:
-        json_path.write_text(report.diagnosis.to_json(), encoding="utf-8")
-    if html_path is not None:
-        report.diagnosis.to_html(html_path)
+    def tell(report: ScriptReport) -> None:
+        Console(highlight=False, soft_wrap=True).print(report.diagnosis)
+        if json_path is not None:
+            json_path.write_text(report.diagnosis.to_json(), encoding="utf-8")
+        if html_path is not None:
+            report.diagnosis.to_html(html_path)
+
+    report = examine_script(script, args, whole=whole, from_step=from_step, at_exit=tell)
+    tell(report)
     failed = fail_on != "never" and bool(report.diagnosis.at_least(fail_on))
     ctx.exit(report.exit_code or int(failed))

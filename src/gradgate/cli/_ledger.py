@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import click
 
-from gradgate.cli._output import json_option, moment, on_a_terminal, show_json, show_table, visible
+from gradgate.cli._output import cell_text, json_option, moment, on_a_terminal, say, show_json, show_table
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Stage
 
@@ -97,7 +97,7 @@ def show(path: Path, incident_id: str, as_json: bool) -> None:
         **incident.to_dict(),
         "payload_bytes": None if payload is None else len(payload),
         "snapshot_bytes": None if snapshot is None else len(snapshot),
-        "bad": incident.sample_id in book.bad_ids(),
+        "bad": incident.sample_id is not None and incident.sample_id in book.bad_ids(),
         "run_details": None if run is None else run.to_dict(),
         "decisions": [decision.to_dict() for decision in decisions],
     }
@@ -107,14 +107,14 @@ def show(path: Path, incident_id: str, as_json: bool) -> None:
     told |= {"time": moment(incident.time), "run_details": "", "decisions": ""}
     for name, value in told.items():
         if value not in (None, "", {}):
-            click.echo(f"{name:>16}  {visible(value)}")
+            say(f"{name:>16}  {cell_text(value)}")
     if run is not None:
-        click.echo(f"{'versions':>16}  torch {run.torch}, python {run.python}, gradgate {run.gradgate}")
-        click.echo(f"{'git commit':>16}  {visible(run.git_commit)}")
-        click.echo(f"{'arguments':>16}  {visible(run.arguments)}")
+        say(f"{'versions':>16}  torch {run.torch}, python {run.python}, gradgate {run.gradgate}")
+        say(f"{'git commit':>16}  {cell_text(run.git_commit)}")
+        say(f"{'arguments':>16}  {cell_text(run.arguments)}")
     for decision in decisions:
         epoch = "" if decision.epoch is None else f" in epoch {decision.epoch}"
-        click.echo(f"{decision.kind:>16}  {moment(decision.time)}{epoch}  {visible(decision.reason)}")
+        say(f"{decision.kind:>16}  {moment(decision.time)}{epoch}  {cell_text(decision.reason)}")
 
 
 @ledger.command()
@@ -167,7 +167,7 @@ def release(path: Path, sample_ids: tuple[str, ...], reason: str, as_json: bool)
         show_json(released)
         return
     for one in released:
-        click.echo(f"{visible(one['sample_id'])}: {'released' if one['was_bad'] else 'was not known to be bad'}")
+        say(f"{cell_text(one['sample_id'])}: {'released' if one['was_bad'] else 'was not known to be bad'}")
 
 
 @ledger.command()
@@ -189,7 +189,7 @@ def export(path: Path, target: Path, kind: str | None, as_json: bool, filters: d
     if as_json:
         show_json({"file": str(target), "incidents": count})
     else:
-        click.echo(f"{count:,} incidents written to {target}")
+        say(f"{count:,} incidents written to {target}")
 
 
 @ledger.command()
@@ -207,7 +207,7 @@ def merge(path: Path, others: tuple[Path, ...], as_json: bool) -> None:
         show_json(copied)
         return
     for one in copied:
-        click.echo(f"{one['ledger']}: {one['new_incidents']:,} new incidents")
+        say(f"{one['ledger']}: {one['new_incidents']:,} new incidents")
 
 
 @ledger.command()

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import click
 
-__all__ = ["json_option", "moment", "on_a_terminal", "show_json", "show_table", "visible"]
+from gradgate._text import json_text, plain, visible
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def show_json(value: object) -> None:
-    """Print a value as JSON; numbers that JSON does not have become text.
+def say(text: object = "", *, err: bool = False) -> None:
+    """Print text of several lines in which every character shows."""
+    click.echo(visible(text, lines=True), err=err)
 
-    Args:
-        value: Dictionaries, lists, numbers, text, bytes.
-    """
-    click.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+def show_json(value: object) -> None:
+    """Print a value as JSON; numbers that JSON does not have become text, and what is not printable is escaped."""
+    click.echo(json_text(value, indent=2))
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
@@ -33,7 +31,8 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, titl
         rows: The cells; the last one of a row gets the room that is left on a terminal.
         title: What it shows, for the terminal.
     """
-    cells = [[visible(cell) for cell in row] for row in rows]
+    cells = [[cell_text(cell) for cell in row] for row in rows]
+    columns = [visible(column) for column in columns]
     if not on_a_terminal():
         for line in (columns, *cells):
             click.echo("\t".join(line))
@@ -56,23 +55,13 @@ def on_a_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def visible(value: object) -> str:
-    """Give a cell as one line of text without control characters, which would steer the terminal.
-
-    Args:
-        value: The cell.
-
-    Returns:
-        The text; nothing for None.
-    """
+def cell_text(value: object) -> str:
+    """Give a cell as one line of text that is safe on a terminal; nothing for None."""
     if value is None:
         return ""
-    if isinstance(value, bytes):
-        return f"<{len(value):,} bytes>"
-    if isinstance(value, Mapping):
-        value = json.dumps(_plain(value), ensure_ascii=False)
-    text = str(value)
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return visible(
+        plain(value) if isinstance(value, bytes) else json_text(value) if isinstance(value, Mapping) else value
+    )
 
 
 def moment(seconds: float | None) -> str:
@@ -90,15 +79,3 @@ def moment(seconds: float | None) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):
         return str(seconds)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, bytes):
-        return f"<{len(value):,} bytes>"
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from importlib import import_module
@@ -11,7 +12,8 @@ from typing import Any
 
 import click
 
-from gradgate.cli._output import json_option, show_json
+from gradgate._text import text_of
+from gradgate.cli._output import json_option, say, show_json
 from gradgate.errors import GradgateError
 
 __all__ = ["replay"]
@@ -62,12 +64,23 @@ def replay(
         told = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
         show_json({**result.to_dict(), **told, "written": [str(file) for file in written]})
     else:
-        click.echo(str(result))
+        say(result)
+        if result.snapshot_stored and network is None:
+            say(f"Fix: gradgate replay {shlex.quote(str(path))} {incident_id} --entry {entry} --model {_model(entry)}")
         if diagnosis is not None:
-            click.echo(f"\n{diagnosis}")
+            say(f"\n{diagnosis}")
         for file in written:
-            click.echo(f"written: {file}")
+            say(f"written: {file}")
     ctx.exit(_EXIT[result.verdict])
+
+
+def _model(entry: str) -> str:
+    """Give the model for --model: the one of the module of the loss function, if there is just one."""
+    from torch.nn import Module
+
+    module = entry.partition(":")[0]
+    found = [name for name, thing in vars(sys.modules[module]).items() if isinstance(thing, Module)]
+    return f"{module}:{found[0]}" if len(found) == 1 else "MODULE:NAME"
 
 
 def _load(entry: str, option: str) -> Any:
@@ -82,7 +95,9 @@ def _load(entry: str, option: str) -> Any:
     except Exception as error:  # the user's own module may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if "importlib" in last.filename else f" ({last.filename}:{last.lineno})"
-        raise click.ClickException(f"{module} cannot be imported: {type(error).__name__}: {error}{place}") from error
+        raise click.ClickException(
+            f"{module} cannot be imported: {type(error).__name__}: {text_of(error)}{place}"
+        ) from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise click.BadParameter(f"{module} has no {name}.", param_hint=option)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from gradgate.cli._output import json_option, show_json
+from gradgate.cli._output import json_option, say, show_json
 from gradgate.ledger import Ledger
 from gradgate.report import LiveView, render_page, write_page
 
@@ -53,7 +53,7 @@ def report(path: Path, diagnosis: Path | None, output: Path, serve: bool, port: 
         if as_json:
             show_json({"file": str(output), "bytes": size, "incidents": ledger.stats().incidents})
         else:
-            click.echo(f"{output} written: {size / 1000:,.0f} kB")
+            say(f"{output} written: {size / 1000:,.0f} kB")
 
 
 def _follow(ledger: Ledger, diagnosis: dict[str, Any] | None, port: int, as_json: bool) -> None:
@@ -61,12 +61,12 @@ def _follow(ledger: Ledger, diagnosis: dict[str, Any] | None, port: int, as_json
     if as_json:
         show_json({"url": view.url})
     else:
-        click.echo(f"{view.url} follows {ledger.path}; Ctrl+C ends it")
+        say(f"{view.url} follows {ledger.path}; Ctrl+C ends it")
     sys.stdout.flush()  # A program that started this waits for the address.
     try:
         view.serve()
     except KeyboardInterrupt:
-        click.echo("", err=True)
+        say("", err=True)
     finally:
         view.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gradgate._source import Location, SourceLine, locate_traceback
+from gradgate._text import text_of
 from gradgate._torch_compat import without_compiled_wrappers
 from gradgate.doctor._numerics import Gradient
 from gradgate.doctor._trace import Flow, Op, Raised, Trace
@@ -128,9 +129,9 @@ class Case:
         """Return what calls of torch raised, also where the user caught it, and last what ended the step."""
         error = self.exception
         raised = list(self.trace.raised)
-        if error is not None and not any(str(error) == other.text for other in raised):
+        if error is not None and not any(text_of(error) == other.text for other in raised):
             location = locate_traceback(error.__traceback__)
-            raised.append(Raised(str(error), (), location, len(self.trace.backwards) - 1))
+            raised.append(Raised(text_of(error), (), location, len(self.trace.backwards) - 1))
         return raised
 
     def severity_of(self, error: Raised) -> Severity:

@@ -288,7 +288,7 @@ class Tracing:
         """Stop tracing until `resume`, and say what was found in what has been traced."""
         self.tracing = False
         self._examination.pause()
-        self._exception = error if isinstance(error, Exception) else None
+        self._exception = None if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit) else error
         trace = self._examination.tracer.trace
         if self._exception is not None or trace.backwards or not self.steps:
             self._add(self._examination.conclude(self._exception))

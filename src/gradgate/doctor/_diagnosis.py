@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from gradgate._text import json_text, text_of, visible
 from gradgate.doctor._case import SEVERITIES
 from gradgate.doctor._graph import Graph, Layer
 from gradgate.errors import ArgumentValueError
@@ -24,7 +24,11 @@ _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 
 
 def lines_of(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, str]]:
-    """Write findings."""
+    """Write findings: each line with its style, and every character of it visible."""
+    return ((visible(text, lines=True), style) for text, style in _written(findings, healthy))
+
+
+def _written(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, str]]:
     if healthy:
         notes = f", {len(findings)} note{'s' if len(findings) > 1 else ''}" if findings else ""
         yield f"healthy: nothing to say about this step{notes}", "bold green"
@@ -117,7 +121,7 @@ class Diagnosis:
         return {
             "version": _VERSION,
             "healthy": self.healthy,
-            "exception": None if error is None else {"type": type(error).__qualname__, "message": str(error)},
+            "exception": None if error is None else {"type": type(error).__qualname__, "message": text_of(error)},
             "findings": [finding.to_dict() for finding in self.findings],
             "graph": self.graph,
             "layers": list(self.layers),
@@ -138,7 +142,7 @@ class Diagnosis:
             >>> gg.doctor.Diagnosis().to_json()
             '{"version": 1, "healthy": true, "exception": null, "findings": [], "graph": null, "layers": []}'
         """
-        return json.dumps(self.to_dict())
+        return json_text(self.to_dict())
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write all of it as one page that needs nothing else: the findings, the graph, the norm of each gradient.

@@ -16,14 +16,16 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradgate._text import visible
 from gradgate.doctor._case import SEVERITIES
 from gradgate.doctor._diagnose import Tracing
 from gradgate.doctor._diagnosis import Diagnosis
@@ -95,7 +97,10 @@ class _Run:
             exit_code = 0
         except SystemExit as error:
             exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except Exception as error:  # noqa: BLE001 - the script's own fault, shown as Python shows it
+        except KeyboardInterrupt as error:
+            _show(error)
+            exit_code = 130
+        except BaseException as error:  # noqa: BLE001 - the script's own fault, shown as Python shows it
             raised, exit_code = error, 1
         finally:
             self.tracing.__exit__(type(raised) if raised else None, raised, None)
@@ -124,7 +129,12 @@ class _Run:
 
 
 def examine_script(
-    path: str | os.PathLike[str], args: Sequence[str] = (), *, whole: bool = False, from_step: int | None = None
+    path: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    *,
+    whole: bool = False,
+    from_step: int | None = None,
+    at_exit: Callable[[ScriptReport], None] | None = None,
 ) -> ScriptReport:
     """Run a script and say what is wrong with its training.
 
@@ -133,6 +143,7 @@ def examine_script(
         args: Its arguments.
         whole: Trace all of it, from the start to the end.
         from_step: Trace only the optimizer step of this number, and end there.
+        at_exit: Takes the report if the script ends the process itself, by `os._exit`; without it there is none then.
 
     Returns:
         The diagnosis, how the script ended and how many steps it took.
@@ -162,10 +173,14 @@ def examine_script(
         )
     alone = from_step is not None
     run = _Run(path, from_step or 0, None if whole else 1 if alone else _STEPS_TRACED, alone)
-    exit_code, raised = run.run(args)
+    process = os.getpid()
+    with _exits_told(run, at_exit):
+        exit_code, raised = run.run(args)
     diagnosis = run.tracing.diagnosis
     if raised is not None and not alone:
         _show(raised)
+    if os.getpid() != process:  # The script forked, and this is its child, which has come to its end.
+        sys.exit(exit_code)
     if whole or alone:
         return ScriptReport(replace(diagnosis, exception=raised), exit_code, run.steps)
     step = run.bad_step if run.bad_step is not None else run.steps if raised is not None else None
@@ -177,6 +192,29 @@ def examine_script(
     return ScriptReport(replace(diagnosis, exception=raised), exit_code, run.steps)
 
 
+@contextmanager
+def _exits_told(run: _Run, at_exit: Callable[[ScriptReport], None] | None) -> Iterator[None]:
+    """Give the report before `os._exit`, after which nothing runs any more; children of the script just end."""
+    leave, process = os._exit, os.getpid()
+
+    def leave_told(status: int) -> NoReturn:
+        try:
+            if at_exit is not None and os.getpid() == process:
+                os._exit = leave
+                run.tracing.__exit__(None, None, None)
+                at_exit(ScriptReport(run.tracing.diagnosis, status, run.steps))
+                sys.stdout.flush()
+                sys.stderr.flush()
+        finally:
+            leave(status)
+
+    os._exit = leave_told
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 def _order(finding: Finding) -> int:
     return SEVERITIES.index(finding.severity)
 
@@ -184,7 +222,7 @@ def _order(finding: Finding) -> int:
 def _show(error: BaseException) -> None:
     """Print a traceback as Python does, from the script's own frame on."""
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    traceback.print_exception(type(error), error, inner)
+    sys.stderr.write(visible("".join(traceback.format_exception(type(error), error, inner)), lines=True))
 
 
 def _again(path: Path, args: Sequence[str], step: int, raised: BaseException | None) -> Diagnosis:

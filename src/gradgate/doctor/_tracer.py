@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradgate._patches import Patches
 from gradgate._source import Location, is_foreign, locate
+from gradgate._text import text_of
 from gradgate._torch_compat import (
     MODULE_HOOKS,
     OPTIMIZER_HOOKS,
@@ -463,7 +464,7 @@ class Tracer:
             made = self._made_in_inference.get(id(tensor))
             if made is not None and made[0]() is tensor:  # perhaps many steps ago
                 self.trace.inference_values[value] = made[1]
-        self.trace.raised.append(Raised(str(error), values, self.here(), len(self.trace.backwards) - 1))
+        self.trace.raised.append(Raised(text_of(error), values, self.here(), len(self.trace.backwards) - 1))
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 

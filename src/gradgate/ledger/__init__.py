@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from gradgate.ledger._ledger import Ledger
-from gradgate.ledger._quarantine import Decision
-from gradgate.ledger._runs import Run
-from gradgate.ledger._sql import Answer
-from gradgate.ledger._stats import Stats
+from gradgate.ledger._runs import Decision, Run
+from gradgate.ledger._select import Answer, Stats
 
 __all__ = ["Answer", "Decision", "Ledger", "Run", "Stats"]

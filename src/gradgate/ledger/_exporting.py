@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -13,48 +11,15 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from gradgate._text import json_text, plain
 from gradgate.errors import ArgumentValueError, LedgerError
-from gradgate.ledger._rows import as_json
 from gradgate.records import Incident
-
-__all__ = ["FORMATS", "export_incidents", "plain"]
 
 _NAMES = tuple(Incident.__dataclass_fields__)
 
 
-def plain(incident: Incident) -> dict[str, Any]:
-    """Give an incident as values that JSON holds: numbers that are not finite become text.
-
-    Args:
-        incident: The incident.
-
-    Returns:
-        One entry for each attribute.
-    """
-    values = incident.to_dict()
-    for name in ("loss", "grad_norm"):
-        if values[name] is not None and not math.isfinite(values[name]):
-            values[name] = str(values[name])
-    return values
-
-
 def export_incidents(incidents: Iterable[Incident], target: Path | IO[bytes], format: str | None = None) -> int:
-    """Write incidents to a file or a stream.
-
-    A file appears when it is complete; one that is there is replaced.
-
-    Args:
-        incidents: The incidents.
-        target: Where to write.
-        format: "csv", "jsonl" or "parquet"; by the name of the file if None.
-
-    Returns:
-        How many were written.
-
-    Raises:
-        ArgumentValueError: The format is none of these.
-        LedgerError: The file cannot be written, or pyarrow is missing.
-    """
+    """Write incidents to a file or a stream, and count them; a file appears when it is complete."""
     if format is None:
         format = target.suffix.removeprefix(".").lower() if isinstance(target, Path) else ""
     if format not in FORMATS:
@@ -85,22 +50,33 @@ def export_incidents(incidents: Iterable[Incident], target: Path | IO[bytes], fo
 
 
 def _csv(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
-    text = io.TextIOWrapper(stream, encoding="utf-8", newline="", write_through=True)
-    writer = csv.DictWriter(text, _NAMES)
-    writer.writeheader()
+    text = io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", newline="", write_through=True)
+    writer = csv.writer(text)
+    writer.writerow(_NAMES)
     count = 0
-    for incident in incidents:
-        count += 1
-        writer.writerow({**plain(incident), "details": as_json(incident.details)})
+    for count, incident in enumerate(incidents, 1):  # noqa: B007 - counted
+        writer.writerow([_cell(value) for value in _values(incident).values()])
     text.detach()
     return count
 
 
+def _values(incident: Incident) -> dict[str, Any]:
+    """Give an incident as one plain value for each attribute, its details as JSON."""
+    values = {name: getattr(incident, name) for name in _NAMES}
+    return {**values, "details": json_text(incident.details)}
+
+
+def _cell(value: object) -> object:
+    """Keep a spreadsheet from taking a text for a formula."""
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    return plain(value)
+
+
 def _json_lines(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
     count = 0
-    for incident in incidents:
-        count += 1
-        stream.write(json.dumps(plain(incident), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    for count, incident in enumerate(incidents, 1):  # noqa: B007 - counted
+        stream.write(json_text(incident.to_dict()).encode() + b"\n")
     return count
 
 
@@ -120,7 +96,7 @@ def _parquet(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
     count = 0
     with parquet.ParquetWriter(stream, schema) as writer:
         for page in _pages(incidents, 50_000):
-            rows = [{**incident.to_dict(), "details": as_json(incident.details)} for incident in page]
+            rows = [_values(incident) for incident in page]
             writer.write_table(arrow.Table.from_pylist(rows, schema))
             count += len(rows)
     return count

@@ -3,22 +3,31 @@
 A connection belongs to the process that opened it. All ledgers of a process share one lock; it is also held while
 the process forks, so that no child inherits SQLite in the middle of something. A child leaves the connections of
 its parent alone and opens its own.
+
+Nothing in a file is trusted: no statement may take more steps, more processor time or more memory than a sound file of
+its size needs, no trigger runs, and before the first use every object of the schema is compared with ours.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from gradgate.errors import LedgerError
+from gradgate.errors import LedgerError, LedgerWarning
 from gradgate.ledger import _schema
 
-__all__ = ["LOCK", "PATIENCE", "LedgerFile"]
+try:
+    import fcntl
+except ImportError:  # On Windows, where a file in use cannot be moved away either.
+    fcntl = None  # type: ignore[assignment]
 
 LOCK = threading.RLock()
 """Held around every use of every ledger of this process."""
@@ -26,8 +35,14 @@ LOCK = threading.RLock()
 PATIENCE = 5.0
 """How many seconds a writer waits for another one; after a failure it waits far less, to let the training go on."""
 
-STEPS = 10_000
+STEPS = 100
 """After how many steps of SQLite's machine the meter is read."""
+
+MEGABYTE = 2**20
+"""How long a single value may be that is not a stored sample."""
+
+SETTLE_AFTER = 1.0
+"""How many seconds apart what was written is moved from the write-ahead log into the file itself."""
 
 _left_to_the_parent: list[sqlite3.Connection] = []
 
@@ -36,25 +51,54 @@ if hasattr(os, "register_at_fork"):  # Not on Windows, which does not fork.
 
 
 class _Meter:
-    """Stops a question that takes more steps than a sound file of its size could need.
+    """Stops a statement that takes more than a sound file of its size could need.
 
-    The pages of a hostile file may point to each other so that a few of them pretend to hold more rows than could ever
-    be read. A sound row takes some hundred bytes and some hundred steps; ten steps for each byte are plenty.
+    The pages of a hostile file may point to each other so that a few of them pretend to hold more rows, or longer
+    ones, than could ever be read. A sound row takes some hundred bytes and some hundred steps: ten steps for each byte
+    are plenty, and so is half a second of processor time for each megabyte. Text is stored once, so all rows of one
+    answer together are not longer than the file.
     """
 
     def __init__(self) -> None:
-        self.left = 0
+        self.allow(0)
 
-    def allow(self, path: Path | None) -> None:
-        """Allow what the file's size may need, or anything if there is none."""
-        if path is None:
-            self.left = 2**62
-        else:
-            self.left = (1_000_000 + 10 * (_size(str(path)) + _size(f"{path}-wal"))) // STEPS
+    def allow(self, size: int) -> None:
+        """Allow what this many bytes may need."""
+        self.steps = (1_000_000 + 10 * size) // STEPS
+        self.until = time.thread_time() + 5.0 + 0.5 * size / MEGABYTE
+        self.characters = size + MEGABYTE
 
     def __call__(self) -> bool:
-        self.left -= 1
-        return self.left < 0
+        self.steps -= 1
+        return self.steps < 0 or time.thread_time() > self.until
+
+
+class TooLong(sqlite3.DatabaseError):
+    """The rows of an answer are longer together than they can be."""
+
+    sqlite_errorname = "SQLITE_CORRUPT"
+
+
+class Connection(sqlite3.Connection):
+    """A connection that counts what it reads."""
+
+    meter: _Meter
+    schema_version: int | None = None
+
+    def rows(self, question: str, values: Sequence[Any] | dict[str, Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """Ask a question, and give its rows while they are not longer together than the file."""
+        return self.counted(self.execute(question, values))
+
+    def counted(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """Give rows while they are not longer together than the meter allows."""
+        meter = self.meter
+        for row in rows:
+            for value in row:
+                if type(value) is str or type(value) is bytes:
+                    meter.characters -= len(value)
+            if meter.characters < 0:
+                raise TooLong("the rows are longer together than the file")
+            yield row
 
 
 class LedgerFile:
@@ -71,36 +115,32 @@ class LedgerFile:
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self.path = path
         self.read_only = read_only
-        self._connection: sqlite3.Connection | None = None
+        self._connection: Connection | None = None
         self._identity: tuple[int, int] | None = None
         self._process = os.getpid()
-        self._meter = _Meter()
-        with LOCK, _explained(path):
+        self._settled = 0.0
+        with LOCK, self._explained():
             self._connect()
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """Give the connection, for questions.
-
-        Raises:
-            LedgerError: The file cannot be read.
-        """
-        with LOCK, _explained(self.path):
+    def reading(self, *, whole: bool = False) -> Iterator[Connection]:
+        """Give the connection, for questions; `whole` for values as long as the file."""
+        with LOCK, self._explained():
             connection = self._connect()
-            self._meter.allow(self.path)
+            size = self.size()
+            connection.meter.allow(size)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MEGABYTE + whole * size)
             yield connection
 
     @contextmanager
-    def writing(self, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
+    def writing(self, patience: float | None = None, *, size: int = MEGABYTE) -> Iterator[Connection]:
         """Give the connection in a transaction: all of the block is written, or nothing.
 
         Args:
             patience: How many seconds to wait for other writers.
-
-        Raises:
-            LedgerError: The file cannot be written.
+            size: How many bytes are written at most.
         """
-        with LOCK, _explained(self.path):
+        with LOCK, self._explained():
             if self.read_only:
                 raise LedgerError(
                     f"the ledger {self.path} was opened with read_only=True.",
@@ -108,16 +148,25 @@ class LedgerFile:
                     fix=f"gg.Ledger({str(self.path)!r})",
                 )
             connection = self._connect()
-            self._meter.allow(None)
-            connection.execute(f"PRAGMA busy_timeout = {int(patience * 1000)}")
+            connection.meter.allow(self.size() + size)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MEGABYTE + size)
+            connection.execute(f"PRAGMA busy_timeout = {int(1000 * (PATIENCE if patience is None else patience))}")
             connection.execute("BEGIN IMMEDIATE")
             try:
+                # Another program may have changed the schema since it was checked; now nobody can.
+                version = connection.execute("PRAGMA schema_version").fetchone()[0]
+                if version != connection.schema_version:
+                    with _named(self.path):
+                        _schema.check(connection, writing=True)
+                    connection.schema_version = version
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
+            if time.monotonic() > self._settled + SETTLE_AFTER:
+                self._settle(connection)
 
     def close(self) -> None:
         """Close this process's connection; the next use opens another one."""
@@ -130,39 +179,63 @@ class LedgerFile:
             else:  # Opened before a fork: it is the parent's, and closing it here would meddle with the parent's files.
                 _left_to_the_parent.append(connection)
 
-    def _connect(self) -> sqlite3.Connection:
+    def size(self) -> int:
+        """Give how many bytes the file has, with what waits beside it."""
+        return _size(str(self.path)) + _size(f"{self.path}-wal")
+
+    def _connect(self) -> Connection:
         if self._process != os.getpid():
             self.close()
             self._process = os.getpid()
-        # A file that was moved or deleted would go on taking rows that nobody ever sees.
-        if self._connection is not None and self._identity != _identity(self.path):
+        left = False
+        if self._connection is not None and self._identity != (identity := _identity(self.path)):
+            if identity is None and not os.path.isdir(self.path.parent):
+                raise _no_folder(self.path)  # It may come back, with the file in it.
+            # A file that was moved or deleted would go on taking rows that nobody ever sees.
+            left = not self.read_only
+            if left:
+                self._settle(self._connection)  # What was written goes with the file, not with its log.
             self.close()
         if self._connection is None:
             self._connection = self._open()
             self._identity = _identity(self.path)
+        if left:
+            warnings.warn(
+                f"the ledger {self.path} is another file than before: that one was moved, replaced or deleted. "
+                "What was recorded until now is in it; from now on incidents go to the file at this path.\n"
+                f"Fix: gradgate ledger merge {self.path} MOVED   # if both are to be one",
+                LedgerWarning,
+                stacklevel=8,
+            )
         return self._connection
 
-    def _open(self) -> sqlite3.Connection:
-        self._meter.allow(self.path)
+    def _settle(self, connection: Connection) -> None:
+        """Move what was written from the log into the file; it is safe where it is if that cannot be done now."""
+        with suppress(sqlite3.Error):
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        self._settled = time.monotonic()
+
+    def _open(self) -> Connection:
         try:
-            return (_open_to_read if self.read_only else _open_to_write)(self.path, self._meter)
+            return (_open_to_read if self.read_only else _open_to_write)(self.path)
         except LedgerError:
             raise
         except OSError as error:  # Such as a folder that may no longer be entered.
             what = f"the ledger {self.path} cannot be opened: {error.strerror}."
             raise LedgerError(what, why=_CANNOT_OPEN[0], fix=_CANNOT_OPEN[1].replace("FILE", str(self.path))) from error
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError, MemoryError) as error:
+            if getattr(error, "sqlite_errorname", "").startswith(_LASTING):
+                self.close()  # A connection does not recover from these; a new one may.
+            raise _explain(error, self.path) from error
+
 
 def _explain(error: Exception, path: Path) -> LedgerError:
-    """Say what an SQLite error means and what to do about it.
-
-    Args:
-        error: What SQLite raised, or Python over a text that is no text or a length that no memory holds.
-        path: The file it speaks of.
-
-    Returns:
-        The same as a LedgerError.
-    """
+    """Say what an SQLite error means (or Python's own over a text that is no text) and what to do about it."""
     damaged = isinstance(error, UnicodeDecodeError | MemoryError)
     code = "SQLITE_CORRUPT" if damaged else getattr(error, "sqlite_errorname", "")
     other = ("", "SQLite could not do what it was asked.", _RECOVER)
@@ -177,21 +250,21 @@ _CANNOT_OPEN = ("the file or its folder cannot be opened with the rights of this
 _MEANINGS = (
     ("SQLITE_NOTADB", "it is not a ledger: not even an SQLite file.", 'gg.Ledger("run.ledger")   # another path'),
     ("SQLITE_CORRUPT", "the file is damaged.", _RECOVER),
+    ("SQLITE_TOOBIG", "it holds a longer value than any ledger writes: it is damaged.", _RECOVER),
     ("SQLITE_FULL", "there is no room left for it.", "make room on the disk, or choose a path on another one"),
     ("SQLITE_READONLY", *_READ_ONLY),
     ("SQLITE_CANTOPEN", *_CANNOT_OPEN),
     ("SQLITE_BUSY", "another process holds it for longer than this one waits.", "try again, or give each rank a file"),
     ("SQLITE_INTERRUPT", "it took longer than it may, or than a sound file of this size needs.", _RECOVER),
-    ("SQLITE_IOERR", "the disk failed.", "look at the disk; network file systems are not safe for SQLite"),
+    (
+        "SQLITE_IOERR",
+        "the disk failed, or the file was moved away while it was in use.",
+        "look at the disk; network file systems are not safe for SQLite",
+    ),
 )
 
 
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (sqlite3.Error, UnicodeDecodeError, MemoryError) as error:
-        raise _explain(error, path) from error
+_LASTING = ("SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL")
 
 
 def _size(path: str) -> int:
@@ -209,21 +282,40 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _open_to_write(path: Path, meter: _Meter) -> sqlite3.Connection:
-    if path.is_dir() or not path.parent.is_dir():
-        missing = path.parent if not path.is_dir() else None
+def _open_to_write(path: Path) -> Connection:
+    if path.is_dir():
         raise LedgerError(
-            f"the ledger {path} cannot be opened: {f'there is no folder {missing}' if missing else 'it is a folder'}.",
+            f"the ledger {path} cannot be opened: it is a folder.",
             why="a ledger is one file in a folder that exists.",
-            fix=f"Path({str(missing)!r}).mkdir(parents=True)"
-            if missing
-            else f"gg.Ledger({str(path / 'run.ledger')!r})",
+            fix=f"gg.Ledger({str(path / 'run.ledger')!r})",
         )
-    connection = _connection(path, "mode=rwc", meter)
+    if not path.parent.is_dir():
+        raise _no_folder(path)
+    if _size(str(path)):
+        return _opened_to_write(path)
+    with _alone_in(path.parent) as alone:
+        if alone and not _size(str(path)):
+            # Logs without a file are those of one that was moved away. A process that still uses it keeps them open.
+            for end in ("-wal", "-shm"):
+                with suppress(OSError):
+                    os.unlink(f"{path}{end}")
+        return _opened_to_write(path)
+
+
+def _no_folder(path: Path) -> LedgerError:
+    return LedgerError(
+        f"the ledger {path} cannot be opened: there is no folder {path.parent}.",
+        why="a ledger is one file in a folder that exists.",
+        fix=f"Path({str(path.parent)!r}).mkdir(parents=True)",
+    )
+
+
+def _opened_to_write(path: Path) -> Connection:
+    connection = _connection(path, "mode=rwc")
     try:
         with _named(path):
             _schema.upgrade(connection)
-            _schema.check(connection)
+            _schema.check(connection, writing=True)
         _write_ahead(connection)
         # A killed process loses nothing; a power cut may lose the last moments, never the file.
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -235,7 +327,29 @@ def _open_to_write(path: Path, meter: _Meter) -> sqlite3.Connection:
     return connection
 
 
-def _open_to_read(path: Path, meter: _Meter) -> sqlite3.Connection:
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[bool]:
+    """Let one process at a time make a ledger in a folder; tell whether that could be had."""
+    handle = None
+    until = time.monotonic() + PATIENCE
+    try:
+        while fcntl is not None:
+            try:
+                handle = os.open(folder, os.O_RDONLY) if handle is None else handle
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:  # Taken, or such locks do not exist on this file system.
+                if not isinstance(error, BlockingIOError) or time.monotonic() > until:
+                    yield False
+                    return
+            time.sleep(0.005)
+        yield handle is not None
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _open_to_read(path: Path) -> Connection:
     if not path.is_file():
         raise LedgerError(
             f"there is no ledger {path}.",
@@ -243,28 +357,27 @@ def _open_to_read(path: Path, meter: _Meter) -> sqlite3.Connection:
             fix=f"ls {path.parent}   # which files are there?",
         )
     try:
-        return _checked(path, "mode=ro", meter)
+        return _checked(path, "mode=ro")
     except sqlite3.OperationalError:
         # Reading in WAL mode writes beside the file. Where that is forbidden, and nothing waits there to be read,
         # the file can be taken as it is.
-        waiting = Path(f"{path}-wal")
-        if waiting.exists() and waiting.stat().st_size > 0:
+        if _size(f"{path}-wal"):
             raise
-    return _checked(path, "mode=ro&immutable=1", meter)
+    return _checked(path, "mode=ro&immutable=1")
 
 
-def _checked(path: Path, how: str, meter: _Meter) -> sqlite3.Connection:
-    connection = _connection(path, how, meter)
+def _checked(path: Path, how: str) -> Connection:
+    connection = _connection(path, how)
     try:
         with _named(path):
-            _schema.check(connection)
+            _schema.check(connection, writing=False)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _connection(path: Path, how: str, meter: _Meter) -> sqlite3.Connection:
+def _connection(path: Path, how: str) -> Connection:
     try:
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?{how}",
@@ -272,11 +385,23 @@ def _connection(path: Path, how: str, meter: _Meter) -> sqlite3.Connection:
             timeout=PATIENCE,
             isolation_level=None,
             check_same_thread=False,
+            factory=Connection,
         )
     except sqlite3.Error as error:
         raise _explain(error, path) from error
-    connection.set_progress_handler(meter, STEPS)
-    # Nothing in a file from someone else may run functions, and its pages are looked at twice.
+    connection.meter = _Meter()
+    connection.meter.allow(_size(str(path)) + _size(f"{path}-wal"))
+    connection.set_progress_handler(connection.meter, STEPS)
+    # Nothing in a file from someone else may run: no function, no trigger; and its pages are looked at twice.
+    for limit, value in (
+        (sqlite3.SQLITE_LIMIT_LENGTH, MEGABYTE),
+        (sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 0),
+        (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
+        (sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 200),
+    ):
+        connection.setlimit(limit, value)
+    if sys.version_info >= (3, 12):
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")
     return connection

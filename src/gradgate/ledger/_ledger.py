@@ -11,15 +11,11 @@ from weakref import finalize
 
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.ledger._file import LedgerFile
-from gradgate.ledger._merging import merge_files
-from gradgate.ledger._quarantine import decide, write_decisions
 from gradgate.ledger._questions import Questions
-from gradgate.ledger._rows import as_text
-from gradgate.ledger._runs import Run, this_run
-from gradgate.ledger._writer import Entry, Writer, with_details
+from gradgate.ledger._rows import name_text
+from gradgate.ledger._runs import Run, bad_samples, decide, this_run, time_of_release, write_decisions
+from gradgate.ledger._writer import Entry, Writer, merge_files, with_details
 from gradgate.records import Incident
-
-__all__ = ["Ledger"]
 
 
 class Ledger(Questions):
@@ -155,11 +151,12 @@ class Ledger(Questions):
         Raises:
             LedgerError: The file cannot be written.
         """
-        sample = as_text(sample_id)
-        was_bad = sample in self.bad_ids()
+        sample = name_text(sample_id)
         self._writer.flush()
         with self._file.writing() as connection:
-            write_decisions(connection, [decide("release", sample, self.run, reason=reason)])
+            was_bad = bool(bad_samples(connection, sample=sample))
+            release = decide("release", sample, self.run, reason=reason)
+            write_decisions(connection, [replace(release, time=time_of_release(connection, sample))])
         return was_bad
 
     def record_decisions(self, kind: Literal["skip", "retry"], sample_ids: Iterable[object], epoch: int) -> None:
@@ -173,7 +170,7 @@ class Ledger(Questions):
         Raises:
             LedgerError: The file cannot be written.
         """
-        decisions = [decide(kind, as_text(sample), self.run, epoch) for sample in sample_ids]
+        decisions = [decide(kind, name_text(sample), self.run, epoch) for sample in sample_ids]
         if decisions:
             with self._file.writing() as connection:
                 write_decisions(connection, decisions)

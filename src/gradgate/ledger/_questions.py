@@ -10,16 +10,20 @@ from typing import IO, Any, Unpack
 from gradgate.errors import ArgumentValueError
 from gradgate.ledger._exporting import export_incidents
 from gradgate.ledger._file import LedgerFile
-from gradgate.ledger._filters import Filters, matches
-from gradgate.ledger._incidents import blob, one_incident, select_incidents
-from gradgate.ledger._quarantine import Decision, bad_samples, read_decisions
-from gradgate.ledger._runs import Run, read_runs
-from gradgate.ledger._sql import Answer, ask
-from gradgate.ledger._stats import Stats, count_incidents
+from gradgate.ledger._runs import Decision, Run, bad_samples, read_decisions, read_runs
+from gradgate.ledger._select import (
+    Answer,
+    Filters,
+    Stats,
+    ask,
+    blob,
+    count_incidents,
+    matches,
+    one_incident,
+    select_incidents,
+)
 from gradgate.ledger._writer import Writer
 from gradgate.records import Incident
-
-__all__ = ["Questions"]
 
 
 class Questions:
@@ -80,7 +84,7 @@ class Questions:
         Returns:
             The sample as bytes, or None if it was not stored.
         """
-        with self._file.reading() as connection:
+        with self._file.reading(whole=True) as connection:
             return blob(connection, "SELECT data FROM payload WHERE incident = ?", incident_id)
 
     def snapshot_of(self, incident_id: str) -> bytes | None:
@@ -93,7 +97,7 @@ class Questions:
             They as bytes, or None if they were not stored.
         """
         question = "SELECT data FROM snapshot WHERE digest = (SELECT snapshot FROM incident WHERE id = ?)"
-        with self._file.reading() as connection:
+        with self._file.reading(whole=True) as connection:
             return blob(connection, question, incident_id)
 
     def bad_ids(
@@ -171,6 +175,8 @@ class Questions:
     ) -> int:
         """Write the incidents to a file for other programs.
 
+        In csv, a text that a spreadsheet would take for a formula gets a `'` before it.
+
         Args:
             path: The file; one that is there is replaced. Or a binary stream, with `format`.
             format: "csv", "jsonl" or "parquet" (needs pyarrow); by the end of the path if None.
@@ -209,7 +215,7 @@ class Questions:
             ArgumentValueError: The SQL is wrong, or does more than read.
             LedgerError: It took too long, or the file cannot be read.
         """
-        return ask(self._file.path, question, values, limit=limit, seconds=seconds)
+        return ask(self._file.path, question, values, limit, seconds)
 
     def runs(self) -> list[Run]:
         """Give all runs that wrote to this file, the first first.

@@ -1,22 +1,32 @@
-"""A run: one training, with what is needed to know later what ran."""
+"""What a ledger holds beside incidents: the runs that wrote them, and what was decided about samples.
+
+A sample is bad while it has incidents that are not transient and that came after its last release. What was decided -
+to release it, to leave it out of an epoch, to try it again - is written down like the incidents themselves.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import secrets
-import sqlite3
 import subprocess
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
-from gradgate.ledger._rows import as_json, as_text, check_kinds, read_json
+from gradgate._text import as_text
+from gradgate.ledger._file import Connection
+from gradgate.ledger._rows import MESSAGE_LIMIT, as_json, check_kinds, name_text, read_json
 
-__all__ = ["Run", "finish_run", "read_runs", "this_run", "write_run"]
+Kind = Literal["release", "skip", "retry"]
+
+ARGUMENTS_LIMIT = 100_000
+"""How many characters the arguments of a run may take as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,23 +64,46 @@ class Run:
         return asdict(self)
 
 
-def this_run(name: str | None, arguments: Mapping[str, Any] | None) -> Run:
-    """Describe the run that this process is part of.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What was decided about a sample.
 
-    Args:
-        name: Its name; if None, that of the elastic launcher, or else the time and a random word.
-        arguments: What the user wants to have written down.
-
-    Returns:
-        The run.
+    Attributes:
+        id: The decision's own name; the same decision taken on several ranks has one.
+        kind: "release" (it counts as good again), "skip" (left out of an epoch) or "retry" (given another chance).
+        sample_id: The sample.
+        run: The run in which it was decided.
+        epoch: The epoch, for "skip" and "retry".
+        time: Seconds since the epoch of the clock.
+        reason: Why.
     """
+
+    id: str
+    kind: Kind
+    sample_id: str
+    run: str | None
+    epoch: int | None
+    time: float
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the record as a plain dictionary.
+
+        Returns:
+            One entry for each attribute.
+        """
+        return asdict(self)
+
+
+def this_run(name: str | None, arguments: Mapping[str, Any] | None) -> Run:
+    """Describe the run that this process is part of; the elastic launcher may have a name for it."""
     started = time.time()
     if name is None:
         name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         if name == "none":  # The launcher's own word for having no name.
             name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}-{secrets.token_hex(3)}"
     return Run(
-        name=as_text(name),
+        name=name_text(name),
         started=started,
         python=platform.python_version(),
         torch=_installed("torch"),
@@ -80,57 +113,111 @@ def this_run(name: str | None, arguments: Mapping[str, Any] | None) -> Run:
     )
 
 
-def write_run(connection: sqlite3.Connection, run: Run) -> None:
-    """Write a run unless one of that name is there: a resumed run goes on under its name.
-
-    Args:
-        connection: In a transaction.
-        run: The run.
-    """
+def write_run(connection: Connection, run: Run) -> None:
+    """Write a run unless one of that name is there: a resumed run goes on under its name."""
     connection.execute(
-        "INSERT OR IGNORE INTO run (name, started, ended, python, torch, gradgate, git_commit, arguments) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (run.name, run.started, run.ended, run.python, run.torch, run.gradgate, run.git_commit, as_json(run.arguments)),
+        "INSERT INTO run (name, started, ended, python, torch, gradgate, git_commit, arguments) VALUES "
+        "(:name, :started, :ended, :python, :torch, :gradgate, :git_commit, :arguments) ON CONFLICT (name) DO NOTHING",
+        {**run.to_dict(), "arguments": as_json(run.arguments, ARGUMENTS_LIMIT)},
     )
 
 
-def finish_run(connection: sqlite3.Connection, name: str, ended: float) -> None:
-    """Write down when a run ended; of several processes the last one counts.
-
-    Args:
-        connection: In a transaction.
-        name: The run.
-        ended: When.
-    """
-    connection.execute("UPDATE run SET ended = max(coalesce(ended, ?1), ?1) WHERE name = ?2", (ended, name))
+def finish_run(connection: Connection, name: str, ended: float) -> None:
+    """Write down when a run ended; of several processes the last one counts."""
+    values = {"name": name, "ended": ended}
+    connection.execute("UPDATE run SET ended = max(coalesce(ended, :ended), :ended) WHERE name = :name", values)
 
 
-def read_runs(connection: sqlite3.Connection) -> list[Run]:
-    """Read all runs, the first first.
-
-    Args:
-        connection: The open file.
-
-    Returns:
-        The runs.
-    """
-    rows = connection.execute(
-        "SELECT name, started, ended, python, torch, gradgate, git_commit, arguments, incidents FROM runs "
-        "ORDER BY started, name"
-    )
-    names = ("name", "started", "ended", "python", "torch", "gradgate", "git_commit", "arguments", "incidents")
+def read_runs(connection: Connection) -> list[Run]:
+    """Read all runs, the first first."""
+    names = tuple(Run.__dataclass_fields__)
+    rows = connection.rows(f"SELECT {', '.join(names)} FROM runs ORDER BY started, name")
     found = [dict(zip(names, row, strict=True)) for row in rows]
     for run in found:
-        check_kinds(run, _KINDS, "a run")
+        check_kinds(run, _RUN, "a run")
         run["arguments"] = read_json(run["arguments"])
     return [Run(**run) for run in found]
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
+def decide(kind: Kind, sample_id: str, run: str, epoch: int | None = None, reason: str = "") -> Decision:
+    """Make a decision of now; the same skip or retry, taken on several ranks, has one id."""
+    name = uuid.uuid4().hex if kind == "release" else f"{kind}:{run}:{epoch}:{sample_id}"
+    reason = as_text(reason, MESSAGE_LIMIT)
+    return Decision(id=name, kind=kind, sample_id=sample_id, run=run, epoch=epoch, time=time.time(), reason=reason)
+
+
+def write_decisions(connection: Connection, decisions: Iterable[Decision]) -> None:
+    """Write down what was decided; what is there already is left as it is."""
+    names = tuple(Decision.__dataclass_fields__)
+    connection.executemany(
+        f"INSERT INTO decision ({', '.join(names)}) VALUES (:{', :'.join(names)}) ON CONFLICT (id) DO NOTHING",
+        [decision.to_dict() for decision in decisions],
+    )
+
+
+def read_decisions(connection: Connection, sample_id: object = None) -> list[Decision]:
+    """Read what was decided, about one sample or all, in the order of time."""
+    names = tuple(Decision.__dataclass_fields__)
+    condition = "TRUE" if sample_id is None else "sample_id = :sample"
+    rows = connection.rows(
+        f"SELECT {', '.join(names)} FROM decision WHERE {condition} ORDER BY time, id", {"sample": name_text(sample_id)}
+    )
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    for values in found:
+        check_kinds(values, _DECISION, "a decision")
+    return [Decision(**values) for values in found]
+
+
+def last_release(connection: Connection, sample_id: str) -> float | None:
+    """Give when a sample was released most recently."""
+    question = "SELECT max(time) FROM decision WHERE sample_id = ? AND kind = 'release'"
+    released = connection.execute(question, (sample_id,)).fetchone()[0]
+    check_kinds({"time": released}, {"time": (int, float, NoneType)}, "a decision")
+    return released  # type: ignore[no-any-return]
+
+
+def time_of_release(connection: Connection, sample_id: str) -> float:
+    """Give a time for a release of now: after everything that the sample has done, also if the clock was set back."""
+    question = "SELECT max(time) FROM incident WHERE sample_id = ?"
+    failed = connection.execute(question, (sample_id,)).fetchone()[0]
+    check_kinds({"time": failed}, {"time": (int, float, NoneType)}, "an incident")
+    times = (time.time(), failed, last_release(connection, sample_id))
+    return max(one for one in times if one is not None and math.isfinite(one))
+
+
+def bad_samples(
+    connection: Connection, cause: str | None = None, sample: str | None = None
+) -> dict[str, tuple[int, int | None]]:
+    """Find the samples with incidents that count: for each how many, and the last epoch where that is known."""
+    values = {"cause": None if cause is None else as_text(cause, MESSAGE_LIMIT), "sample_id": sample}
+    condition = "".join(f" AND {name} = :{name}" for name, value in values.items() if value is not None)
+    rows = connection.rows(
+        "SELECT sample_id, count(*), max(epoch) FROM incident LEFT JOIN ("
+        "  SELECT sample_id AS whose, max(time) AS released FROM decision WHERE kind = 'release' GROUP BY sample_id"
+        ") ON whose = sample_id "
+        f"WHERE transient = 0 AND sample_id IS NOT NULL {condition} "
+        "AND (released IS NULL OR time > released) GROUP BY sample_id",
+        values,
+    )
+    found = {sample: (count, epoch) for sample, count, epoch in rows}
+    for sample, (_, epoch) in found.items():
+        if type(sample) is not str or type(epoch) not in (int, NoneType):
+            check_kinds({"sample_id": sample, "epoch": epoch}, _DECISION, "an incident")
+    return found
+
+
+_RUN: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "arguments"), (str,)),
     **dict.fromkeys(("python", "torch", "gradgate", "git_commit"), (str, NoneType)),
     "started": (int, float),
     "ended": (int, float, NoneType),
+    "incidents": (int,),
+}
+_DECISION: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("id", "kind", "sample_id", "reason"), (str,)),
+    "run": (str, NoneType),
+    "epoch": (int, NoneType),
+    "time": (int, float),
 }
 
 

@@ -1,8 +1,8 @@
 """What a ledger file looks like inside, how it is recognised, and how an older one is brought up to date.
 
-Nothing here trusts a file: before the first question is asked of it, its tables, views and indexes must be word
-for word those that this version makes, and a file with triggers is refused. So a file from someone else can hold
-wrong data, but no SQL of its own that would run.
+Nothing here trusts a file. Every object of its schema is compared with those that this version makes, word for word.
+A file that lacks one of them is no ledger. A file that has others - a trigger, an index, a view, a table - is never
+written, because they could change what a write does; reading it runs none of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import sqlite3
 from functools import cache
 
 from gradgate.errors import LedgerError
-
-__all__ = ["APPLICATION_ID", "MIGRATIONS", "check", "upgrade"]
 
 APPLICATION_ID = 0x67724764
 """The four bytes "grGd" in the header of the file: this is a ledger, not some other SQLite file."""
@@ -68,18 +66,26 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
 """The statements that lead from each version of the schema to the next; a file of version n has seen the first n."""
 
 
-def upgrade(connection: sqlite3.Connection) -> None:
-    """Make a new file a ledger and an old ledger a current one, all of it or nothing.
+Definition = tuple[str, str, str, str | None]
 
-    Args:
-        connection: An open file, writable, without a transaction.
-    """
+# What ANALYZE adds to any file: counts for the planner of queries.
+_COUNTS = {
+    ("table", "sqlite_stat1", "sqlite_stat1", "CREATE TABLE sqlite_stat1(tbl,idx,stat)"),
+    ("table", "sqlite_stat4", "sqlite_stat4", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"),
+}
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Make a new file a ledger and an old ledger a current one, all of it or nothing."""
     if _version(connection) == len(MIGRATIONS):
         return
     connection.execute("BEGIN IMMEDIATE")  # Only now: another process may have done it while this one waited.
     try:
         _recognise(connection)
-        for statement in (line for step in MIGRATIONS[_version(connection) :] for line in step):
+        version = _version(connection)
+        if version:
+            _compare(connection, version, writing=True)
+        for statement in (line for step in MIGRATIONS[version:] for line in step):
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
@@ -90,15 +96,8 @@ def upgrade(connection: sqlite3.Connection) -> None:
         raise
 
 
-def check(connection: sqlite3.Connection) -> None:
-    """Make sure that a file is a ledger of this version and holds no SQL but ours.
-
-    Args:
-        connection: An open file.
-
-    Raises:
-        LedgerError: It is not; the message says what it is instead.
-    """
+def check(connection: sqlite3.Connection, *, writing: bool) -> None:
+    """Make sure that a file is a ledger of this version, and for writing that it holds no SQL but ours."""
     _recognise(connection)
     version = _version(connection)
     if version < len(MIGRATIONS):
@@ -108,26 +107,43 @@ def check(connection: sqlite3.Connection) -> None:
             why="it was opened for reading only, so it cannot be brought up to date.",
             fix="gg.Ledger(path)   # once, where the file may be written",
         )
-    found = _definitions(connection)
-    if any(kind == "trigger" for kind, _ in found):
+    _compare(connection, version, writing=writing)
+
+
+def _compare(connection: sqlite3.Connection, version: int, *, writing: bool) -> None:
+    missing = set(_expected(version))
+    foreign: list[str] = []
+    pages = set()
+    for kind, name, table, sql, page in connection.execute(
+        "SELECT type, name, tbl_name, sql, rootpage FROM sqlite_master"
+    ):
+        definition = (kind, name, table, sql)
+        if definition in missing:
+            missing.remove(definition)
+            if kind in ("table", "index"):
+                if type(page) is not int or page < 2 or page in pages:
+                    missing.add(definition)  # It shares its pages with another one, which no sound file does.
+                pages.add(page)
+        elif definition not in _COUNTS and len(foreign) < 4:
+            foreign.append(f"{kind} {name}"[:60])
+    if missing:
         raise LedgerError(
-            "it has triggers.",
-            why="they would run SQL that gradgate did not write.",
-            fix="sqlite3 FILE \"SELECT name, sql FROM sqlite_master WHERE type = 'trigger'\"   # look, then drop them",
-        )
-    changed = [name for (kind, name), sql in _expected(len(MIGRATIONS)).items() if found.get((kind, name)) != sql]
-    if changed:
-        raise LedgerError(
-            f"its tables are not those of a ledger: {', '.join(changed)}.",
+            f"its tables are not those of a ledger: {', '.join(sorted(name for _, name, _, _ in missing))}.",
             why="the file is damaged, or another program has changed it.",
             fix='sqlite3 FILE ".recover" | sqlite3 RECOVERED   # saves what can be read',
+        )
+    if foreign and writing:
+        raise LedgerError(
+            f"it holds what gradgate did not make: {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}.",
+            why="a trigger, an index or a view of someone else could change what is written, so it is only read.",
+            fix="gradgate ledger merge NEW FILE   # copies what it holds into a new ledger",
         )
 
 
 def _recognise(connection: sqlite3.Connection) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = _version(connection)
-    if application == 0 and version == 0 and not _definitions(connection):
+    if application == 0 and version == 0 and connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
         return  # A new, empty file.
     if application != APPLICATION_ID:
         raise LedgerError(
@@ -147,19 +163,14 @@ def _version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _definitions(connection: sqlite3.Connection) -> dict[tuple[str, str], str | None]:
-    rows = connection.execute("SELECT type, name, sql FROM sqlite_master LIMIT 10000")
-    return {(kind, name): sql for kind, name, sql in rows}
-
-
 @cache
-def _expected(version: int) -> dict[tuple[str, str], str | None]:
+def _expected(version: int) -> frozenset[Definition]:
     """Give the definitions of a schema version by making one in memory."""
     scratch = sqlite3.connect(":memory:", isolation_level=None)
     try:
         for step in MIGRATIONS[:version]:
             for statement in step:
                 scratch.execute(statement)
-        return _definitions(scratch)
+        return frozenset(scratch.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
     finally:
         scratch.close()

@@ -1,22 +1,34 @@
-"""Writing that never stops a training: what cannot be written now is kept in memory and written when it can be."""
+"""Writing that never stops a training: what cannot be written now is kept in memory and written when it can be.
+
+Also one ledger into another: the files of several ranks become one, however often it is done.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-import sqlite3
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from types import NoneType
+from typing import Any
 
 from gradgate.errors import LedgerError, LedgerWarning
-from gradgate.ledger._file import LOCK, PATIENCE, LedgerFile
-from gradgate.ledger._rows import COLUMNS, as_text, to_row
-from gradgate.ledger._runs import Run, finish_run, write_run
+from gradgate.ledger._file import LOCK, MEGABYTE, PATIENCE, Connection, LedgerFile
+from gradgate.ledger._rows import COLUMNS, check_kinds, finite, from_row, name_text, to_row
+from gradgate.ledger._runs import (
+    Run,
+    finish_run,
+    last_release,
+    read_decisions,
+    read_runs,
+    write_decisions,
+    write_run,
+)
+from gradgate.ledger._select import blob
 from gradgate.records import Incident
-
-__all__ = ["INSERT", "Entry", "Writer", "with_details", "write_entries"]
 
 PATIENCE_AFTER_FAILURE = 0.05
 """How many seconds a writer waits that has failed before: every bad step of the training would wait."""
@@ -24,7 +36,14 @@ PATIENCE_AFTER_FAILURE = 0.05
 PAYLOADS_IN_MEMORY = 64 * 2**20
 """How many bytes of samples are kept in memory at most while the file cannot be written; incidents are all kept."""
 
-INSERT = f"INSERT OR IGNORE INTO incident ({', '.join(COLUMNS)}, snapshot) VALUES ({', '.join('?' * len(COLUMNS))}, ?)"
+PAGE = 1_000
+"""How many incidents a merge copies in one transaction, so that other writers get their turn."""
+
+INSERT = (
+    f"INSERT INTO incident ({', '.join(COLUMNS)}, snapshot) VALUES ({', '.join('?' * len(COLUMNS))}, ?) "
+    "ON CONFLICT (id) DO NOTHING"
+)
+"""Only an incident of the same id is in the way; anything else that keeps a row from being written is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +72,7 @@ class Writer:
         self.file = file
         self.run = run
         self._waiting: list[Entry] = []
+        self._kept = 0  # How many bytes of samples wait.
         self._failed = False
         self._runs: set[str] = set()  # Those that this process has written down.
         self._process = os.getpid()
@@ -75,18 +95,16 @@ class Writer:
         self._runs.add(self.run.name)
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Write incidents, or keep them; warn when an outage begins.
-
-        Args:
-            entries: The incidents.
-        """
+        """Write incidents, or keep them; warn when an outage begins."""
         with LOCK:
             self._notice_fork()
+            entries = list(entries)
             self._waiting += entries
+            self._kept += sum(entry.weight for entry in entries)
             try:
                 self.flush()
             except LedgerError as error:
-                self._forget_payloads()
+                self._forget_payloads(len(entries))
                 if not self._failed:
                     self._failed = True
                     self._warn("Incidents are kept in memory and written when it can be", error)
@@ -94,22 +112,31 @@ class Writer:
     def flush(self) -> None:
         """Write what is kept in memory.
 
+        After a failure one incident goes first, then twice as many each time: while nothing can be written, a try costs
+        the same however many wait.
+
         Raises:
             LedgerError: It still cannot be written.
         """
         with LOCK:
             self._notice_fork()
-            entries = list(self._waiting)
-            if not entries:
-                return
-            with self.file.writing(PATIENCE_AFTER_FAILURE if self._failed else PATIENCE) as connection:
-                runs = {as_text(entry.incident.run or self.run.name) for entry in entries}
-                for name in runs:  # An incident may say itself which run it is of.
-                    write_run(connection, replace(self.run, name=name))
-                write_entries(connection, entries)
-            del self._waiting[: len(entries)]  # Not all: a signal handler may have added some meanwhile.
+            count = 1 if self._failed else len(self._waiting)
+            while self._waiting:
+                self._write(self._waiting[:count])
+                count *= 2
             self._failed = False
-            self._runs |= runs
+
+    def _write(self, entries: list[Entry]) -> None:
+        size = sum(entry.weight for entry in entries) + 1000 * len(entries)
+        patience = PATIENCE_AFTER_FAILURE if self._failed else PATIENCE
+        with self.file.writing(patience, size=MEGABYTE + 4 * size) as connection:
+            runs = {name_text(entry.incident.run or self.run.name) for entry in entries}
+            for name in runs:  # An incident may say itself which run it is of.
+                write_run(connection, replace(self.run, name=name))
+            write_entries(connection, entries)
+        del self._waiting[: len(entries)]  # Not all: a signal handler may have added some meanwhile.
+        self._kept -= sum(entry.weight for entry in entries)
+        self._runs |= runs
 
     def close(self) -> None:
         """Write what is left and the end of the run, and close the file; warn if something is lost."""
@@ -131,57 +158,118 @@ class Writer:
         if self._process != os.getpid():  # What waits here was copied; the parent writes it.
             self._process = os.getpid()
             self._waiting.clear()
+            self._kept = 0
             self._runs.clear()
             self._failed = False
 
-    def _forget_payloads(self) -> None:
-        total = 0
-        for position, entry in enumerate(self._waiting):
-            total += entry.weight
-            if entry.weight and total > PAYLOADS_IN_MEMORY:
+    def _forget_payloads(self, count: int) -> None:
+        """Of the last entries, keep the samples that still fit into memory."""
+        start = max(0, len(self._waiting) - count)
+        total = self._kept - sum(entry.weight for entry in self._waiting[start:])
+        for position, entry in enumerate(self._waiting[start:], start):
+            if entry.weight and total + entry.weight > PAYLOADS_IN_MEMORY:
                 note = {"payload": f"the file could not be written, and {PAYLOADS_IN_MEMORY:,} bytes filled the memory"}
                 self._waiting[position] = Entry(with_details(entry.incident, not_stored=note))
+                self._kept -= entry.weight
+            else:
+                total += entry.weight
 
     def _warn(self, consequence: str, error: LedgerError) -> None:
-        text = f"{error.what} {consequence}.\nWhy: {error.why}\nFix: {error.fix}"
-        warnings.warn(text, LedgerWarning, stacklevel=5)
+        text = LedgerError(f"{error.what} {consequence}.", why=error.why, fix=error.fix)
+        warnings.warn(str(text), LedgerWarning, stacklevel=5)
 
 
 def with_details(incident: Incident, **more: object) -> Incident:
-    """Give an incident with further details.
-
-    Args:
-        incident: The incident.
-        **more: What to add.
-
-    Returns:
-        A new incident.
-    """
+    """Give an incident with further details."""
     return replace(incident, details={**incident.details, **more})
 
 
-def write_entries(connection: sqlite3.Connection, entries: Iterable[Entry]) -> int:
-    """Write incidents with their payloads; one whose id is there already is left as it is.
-
-    Args:
-        connection: In a transaction.
-        entries: The incidents, each with its run.
-
-    Returns:
-        How many were new.
-    """
-    entries = list(entries)
+def write_entries(connection: Connection, entries: Iterable[Entry]) -> int:
+    """Write incidents with their payloads, and give how many were new; one whose id is there is left as it is."""
+    entries = [_after_release(connection, entry) for entry in entries]
     states = {id(entry.snapshot): entry.snapshot for entry in entries if entry.snapshot is not None}
     digests = {key: sha256(state).hexdigest() for key, state in states.items()}
-    before = connection.total_changes
-    connection.executemany(INSERT, [(*to_row(one.incident), digests.get(id(one.snapshot))) for one in entries])
-    written = connection.total_changes - before
+    written = _insert(connection, [(*to_row(one.incident), digests.get(id(one.snapshot))) for one in entries])
     connection.executemany(
-        "INSERT OR IGNORE INTO payload (incident, data) VALUES (?, ?)",
-        [(entry.incident.id, entry.payload) for entry in entries if entry.payload is not None],
+        "INSERT INTO payload (incident, data) VALUES (?, ?) ON CONFLICT (incident) DO NOTHING",
+        [(name_text(entry.incident.id), entry.payload) for entry in entries if entry.payload is not None],
     )
     connection.executemany(
-        "INSERT OR IGNORE INTO snapshot (digest, data) VALUES (?, ?)",
+        "INSERT INTO snapshot (digest, data) VALUES (?, ?) ON CONFLICT (digest) DO NOTHING",
         [(digests[key], state) for key, state in states.items()],
     )
+    return written
+
+
+def _insert(connection: Connection, rows: list[tuple[Any, ...]]) -> int:
+    """Insert incidents, and make sure that each of them is in the table afterwards."""
+    before = connection.total_changes
+    connection.executemany(INSERT, rows)
+    written = connection.total_changes - before
+    if written < len(rows):
+        for row in rows:
+            if connection.execute("SELECT message FROM incident WHERE id = ?", row[:1]).fetchone() is None:
+                raise LedgerError(
+                    f"the ledger did not take the incident {row[0]!r}.",
+                    why="SQLite reported no error, but the row is not there: the file is damaged.",
+                    fix="PRAGMA integrity_check   -- in sqlite3",
+                )
+    return written
+
+
+def _after_release(connection: Connection, entry: Entry) -> Entry:
+    """Date an incident after the release of its sample where that lies in the future: the clock was set back."""
+    incident = entry.incident
+    if incident.sample_id is None:
+        return entry
+    released = last_release(connection, name_text(incident.sample_id))
+    failed = finite(incident.time)
+    if released is None or not max(failed, time.time()) <= released < math.inf:
+        return entry
+    incident = with_details(incident, clock=failed)
+    return replace(entry, incident=replace(incident, time=math.nextafter(released, math.inf)))
+
+
+def merge_files(source: LedgerFile, target: LedgerFile) -> int:
+    """Copy what the target does not have: runs, incidents with their payloads, and decisions; count the incidents."""
+    size = 2 * source.size()
+    with source.reading() as connection:
+        runs, decisions = read_runs(connection), read_decisions(connection)
+    with target.writing(size=size) as connection:
+        for run in runs:
+            write_run(connection, run)
+            if run.ended is not None:
+                finish_run(connection, run.name, run.ended)
+        write_decisions(connection, decisions)
+    return sum(_copy_page(source, target, rows, size) for rows in _pages(source))
+
+
+def _pages(source: LedgerFile) -> Iterator[list[tuple[Any, ...]]]:
+    last = -(2**63)
+    question = f"SELECT number, {', '.join(COLUMNS)}, snapshot FROM incident WHERE number > ? ORDER BY number LIMIT ?"
+    while True:
+        with source.reading() as connection:
+            rows = list(connection.rows(question, (last, PAGE)))
+        if not rows:
+            return
+        yield [row[1:] for row in rows]
+        last = rows[-1][0]
+
+
+def _copy_page(source: LedgerFile, target: LedgerFile, rows: list[tuple[Any, ...]], size: int) -> int:
+    for row in rows:
+        from_row(row[:-1])  # What is damaged in the source does not get into the target.
+        check_kinds({"snapshot": row[-1]}, {"snapshot": (str, NoneType)}, "an incident")
+    with source.reading(whole=True) as there, target.writing(size=size) as here:
+        written = _insert(here, rows)
+        # One at a time: together they may be larger than the memory.
+        for table, key, wanted in (
+            ("payload", "incident", [row[0] for row in rows]),
+            ("snapshot", "digest", {row[-1] for row in rows if row[-1] is not None}),
+        ):
+            for name in wanted:
+                if here.execute(f"SELECT 1 FROM {table} WHERE {key} = ?", (name,)).fetchone() is None:
+                    data = blob(there, f"SELECT data FROM {table} WHERE {key} = ?", name)
+                    if data is not None:
+                        here.execute(f"INSERT INTO {table} ({key}, data) VALUES (?, ?)", (name, data))
     return written

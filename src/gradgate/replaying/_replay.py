@@ -11,6 +11,7 @@ import torch
 
 from gradgate._names import describe
 from gradgate._snapshot import restored
+from gradgate._text import visible
 from gradgate.errors import ArgumentTypeError
 from gradgate.ledger import Ledger
 from gradgate.records import Incident
@@ -38,6 +39,7 @@ class Replay:
         fault: What went wrong this time.
         rows: How often the sample was in the batch: 2 if it cannot run alone.
         snapshot: Whether the weights and the random state of that step were in force.
+        snapshot_stored: Whether the ledger holds them.
     """
 
     incident: Incident
@@ -45,6 +47,7 @@ class Replay:
     fault: Fault | None
     rows: int
     snapshot: bool
+    snapshot_stored: bool = False
 
     @property
     def fails(self) -> bool:
@@ -65,6 +68,7 @@ class Replay:
             "fault": fault,
             "rows": self.rows,
             "snapshot": self.snapshot,
+            "snapshot_stored": self.snapshot_stored,
         }
 
     def __str__(self) -> str:
@@ -79,9 +83,12 @@ class Replay:
         ]
         if self.rows > 1:
             lines.append("It was given twice in one batch, because alone it fails in another way (batch statistics).")
-        if not self.snapshot:
+        if not self.snapshot and self.snapshot_stored:
+            lines.append("The random state was that of that step, but the weights were those that loss_fn has now.")
+            lines.append("The weights of that step are in the ledger; they need the model to go to: model=model.")
+        elif not self.snapshot:
             lines.append("The weights were those that loss_fn has now; those of that step were not stored.")
-        return "\n".join(lines)
+        return visible("\n".join(lines), lines=True)
 
 
 def replay(
@@ -142,7 +149,9 @@ def replay(
         fault, rows = find_fault(again, loss_fn, expected=is_the_recorded_one, model=model, batch_dim=batch_dim)
     verdict: Verdict = "passes" if fault is None else "same" if _same(fault, incident) else "another"
     used = state is not None and model is not None
-    return Replay(incident=incident, verdict=verdict, fault=fault, rows=rows, snapshot=used)
+    return Replay(
+        incident=incident, verdict=verdict, fault=fault, rows=rows, snapshot=used, snapshot_stored=state is not None
+    )
 
 
 def _same(fault: Fault, incident: Incident) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from gradgate._names import class_name, describe, listed
+from gradgate._names import class_name, describe, listed, text_of
 from gradgate._payload import Fields
 from gradgate._source import raising_line
+from gradgate._text import visible
 from gradgate._torch_compat import leaf_of, nodes_below
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Stage
@@ -43,7 +44,7 @@ class Fault:
 
     def __str__(self) -> str:
         what = f"{self.exception_type}: {self.message}" if self.exception_type else self.message or self.cause
-        return f"{what}   ({self.where})" if self.where else what
+        return visible(f"{what}   ({self.where})" if self.where else what, lines=True)
 
 
 def find_fault(
@@ -114,7 +115,7 @@ def _raised(error: Exception, stage: Stage) -> Fault:
         cause="exception",
         stage=stage,
         exception_type=class_name(kind),
-        message=str(error),
+        message=text_of(error),
         where=raising_line(error.__traceback__),
         exception=error,
     )

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["deltas", "number", "numbers", "plain", "words"]
-
 
 def words(values: Iterable[str | None]) -> dict[str, Any]:
     """Write texts as a list of the different ones and the place of each in it; -1 stands for None.
@@ -55,22 +53,7 @@ def number(value: float | None) -> float | str | None:
     """
     if value is None:
         return None
-    return float(f"{value:.4g}") if math.isfinite(value) else str(float(value))
-
-
-def plain(value: Any) -> Any:
-    """Give a tree of values with text in place of the numbers that JSON does not have, and of everything unknown.
-
-    Examples:
-        >>> plain({"loss": float("inf"), "shape": (2, 3), "kind": int})
-        {'loss': 'inf', 'shape': [2, 3], 'kind': "<class 'int'>"}
-    """
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return str(value)
+    if not math.isfinite(value):
+        return str(float(value))
+    rounded = float(f"{value:.4g}")
+    return rounded if math.isfinite(rounded) else value  # The largest numbers would be rounded to infinity.

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from gradgate._text import json_text, plain
 from gradgate.records import Incident
 from gradgate.report._book import Book
-from gradgate.report._columns import deltas, numbers, plain, words
+from gradgate.report._columns import deltas, numbers, words
 from gradgate.report._previews import choose_previews
 
 __all__ = ["LIMIT", "gather"]
@@ -22,6 +23,7 @@ _TEXT = 3_000_000
 """How many characters the different messages may have together before they are cut, and the details likewise."""
 
 _SHORTEST_NAME = 8
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # Made once: there may be 200,000 of them.
 
 
 def gather(book: Book, name: str) -> dict[str, Any]:
@@ -77,7 +79,12 @@ def _milliseconds(seconds: float) -> int | None:
 
 
 def _details(incident: Incident) -> str | None:
-    return json.dumps(plain(incident.details), ensure_ascii=False) if incident.details else None
+    if not incident.details:
+        return None
+    try:
+        return _ENCODE(incident.details)
+    except (TypeError, ValueError, RecursionError):  # Not from a file: whatever a user has put there.
+        return json_text(incident.details)
 
 
 def _within(column: dict[str, Any], *, whole: bool = False) -> tuple[dict[str, Any], bool]:

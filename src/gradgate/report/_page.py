@@ -15,10 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gradgate._text import plain
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.records import Finding
 from gradgate.report._book import Book
-from gradgate.report._columns import plain
 from gradgate.report._incidents import gather
 
 __all__ = ["assemble", "pack", "policy", "render_page", "title_of", "write_page"]

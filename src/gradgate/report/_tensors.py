@@ -14,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradgate._text import visible
 from gradgate.report._columns import number
 
 __all__ = ["Budget", "look_at"]
 
 _PARTS = 12
 _DEEPEST = 20
+_DIMENSIONS = 64
 _SIDE = 64
 _VALUES_SHOWN = 48
 _VALUES_READ = 200_000
@@ -66,8 +68,17 @@ def look_at(data: bytes, budget: Budget) -> list[dict[str, Any]]:
                 break
             parts.append({"path": path, **_part(kind, node, header, memoryview(data)[8 + length :], budget)})
         return parts
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, RecursionError) as error:
-        text = f"The stored sample cannot be shown: {type(error).__name__}: {error}"
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        struct.error,
+        RecursionError,
+    ) as error:
+        text = f"The stored sample cannot be shown: {type(error).__name__}: {visible(error)}"
         return [{"path": "", "kind": "text", "text": text[:_TEXT_SHOWN]}]
 
 
@@ -79,8 +90,9 @@ def _leaves(node: Any, path: str, depth: int) -> Iterator[tuple[str, str, Any]]:
     if not isinstance(node, dict):
         yield path, "text", node
         return
-    kind = next(iter(node))
-    inner = node[kind]
+    if not node:
+        raise ValueError("a part without a kind")
+    kind, inner = next(iter(node.items()))
     if kind == "dict":
         for key, item in inner:
             name = key if isinstance(key, str) else json.dumps(key)
@@ -106,14 +118,16 @@ def _part(kind: str, node: Any, header: dict[str, Any], body: memoryview, budget
         text = node if isinstance(node, str) else json.dumps(node)
         return {"kind": "text", "text": text if len(text) <= _TEXT_SHOWN else text[:_TEXT_SHOWN] + "…"}
     entry = header[node]
-    dtype, shape = str(entry["dtype"]), [int(size) for size in entry["shape"]]
+    dtype, shape = str(entry["dtype"]), list(entry["shape"])
+    if len(shape) > _DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise ValueError("a shape that no tensor has")
     start, end = (int(place) for place in entry["data_offsets"])
     about = {"dtype": dtype.lower(), "shape": shape}
     if dtype not in _CODES:
         return {"kind": "text", "text": f"{dtype.lower()} of shape {shape}", **about}
     count = math.prod(shape)
     size = struct.calcsize("<" + _CODES[dtype])
-    if min(shape, default=1) < 0 or not 0 <= start <= end <= len(body) or count * size != end - start:
+    if not 0 <= start <= end <= len(body) or count * size != end - start:
         raise ValueError(f"a tensor of shape {shape} in {end - start} bytes")
     values = _Values(dtype, body[start:end], count)
     picture = _picture_axes(shape, dtype)
@@ -151,7 +165,7 @@ def _summary(values: _Values, count: int, budget: Budget) -> dict[str, Any]:
         "values": first,
         "low": number(min(finite, default=None)),
         "high": number(max(finite, default=None)),
-        "mean": number(math.fsum(finite) / len(finite)) if finite else None,
+        "mean": number(_mean(finite)) if finite else None,
         "bad": len(read) - len(finite),
         "part": stride > 1,
     }
@@ -202,11 +216,12 @@ def _picture(
                 ]
                 wrong = sum(not math.isfinite(value) for value in seen)
                 bad += wrong
-                cells.append(None if wrong else math.fsum(seen) / len(seen))
+                cells.append(None if wrong else _mean(seen))
     finite = [cell for cell in cells if cell is not None]
     black, white = _ends(finite, dtype)
-    scale = 254 / (white - black) if white > black else 0.0
-    pixels = bytes(255 if cell is None else min(254, max(0, round((cell - black) * scale))) for cell in cells)
+    span = white / 2 - black / 2  # Halves, because the difference of two large numbers may be infinite.
+    shades = (None if cell is None else (cell / 2 - black / 2) / span if span else 0.0 for cell in cells)
+    pixels = bytes(255 if shade is None else min(254, max(0, round(254 * shade))) for shade in shades)
     return {
         "height": len(rows),
         "width": len(columns),
@@ -219,6 +234,14 @@ def _picture(
         "bad": bad,
         "part": skip > 1,
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # The sum is larger than any number; the mean is not.
+        mean = 2 * math.fsum(value / 2 / len(values) for value in values)
+        return min(max(mean, min(values)), max(values))
 
 
 def _ends(cells: Sequence[float], dtype: str) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from gradgate._source import locate_traceback
+from gradgate._text import text_of
 from gradgate.doctor._case import SEVERITIES, Case, finding_at
 from gradgate.doctor.rules._gradients import (
     explain_parameters,
@@ -62,7 +63,7 @@ def find_raised(case: Case) -> Iterator[Finding]:
     if error is None:
         return
     where = locate_traceback(error.__traceback__)
-    if "grad can be implicitly created only for scalar outputs" in str(error):
+    if "grad can be implicitly created only for scalar outputs" in text_of(error):
         yield finding_at(
             where,
             "GG004",
@@ -73,7 +74,7 @@ def find_raised(case: Case) -> Iterator[Finding]:
         )
         return
     module = case.trace.ops[-1].module if case.trace.ops else None
-    text = str(error).strip().splitlines()
+    text = text_of(error).strip().splitlines()
     yield finding_at(
         where,
         "GG002",

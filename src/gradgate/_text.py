@@ -1,0 +1,153 @@
+"""Text that is safe to print and JSON that is safe to write, whatever a stranger's file or a user's class holds.
+
+Everything that gradgate prints about values that it did not make goes through `visible` or `json_text`: a control
+sequence, a bidirectional mark or half a surrogate pair in a sample's name or in an exception's text is shown, and
+never reaches the terminal. Nothing here needs more than the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["as_text", "class_name", "json_text", "plain", "text_of", "visible"]
+
+_LARGEST = 2**63 - 1
+_LONGEST = 2_000
+
+
+def visible(value: object, *, lines: bool = False) -> str:
+    r"""Give a value as text in which every character shows, as an escape where it would not.
+
+    Args:
+        value: The text, or anything that has one.
+        lines: Keep the ends of lines and tabs.
+
+    Returns:
+        Printable text.
+
+    Examples:
+        >>> print(visible("img\x1b[2J\u202e.png\n"))
+        img\x1b[2J\u202e.png\n
+    """
+    text = text_of(value)
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def text_of(value: object, write: Callable[[object], str] = str) -> str:
+    """Write a value that somebody else made, whatever its class does when it is asked for a text.
+
+    Args:
+        value: The value, such as an exception.
+        write: How it is written: `str` or `repr`.
+
+    Returns:
+        Its text; the name of its class where it has none.
+
+    Examples:
+        >>> class Mute(Exception):
+        ...     def __str__(self):
+        ...         raise ValueError
+        >>> text_of(ValueError("too long")), text_of(Mute())[-28:]
+        ('too long', 'Mute without a readable text')
+    """
+    try:
+        return write(value)
+    except Exception:  # noqa: BLE001 - a user's own __str__ may raise anything
+        return f"a {class_name(type(value))} without a readable text"
+
+
+def class_name(kind: type) -> str:
+    """Write a class with its module, as far as that says something.
+
+    Args:
+        kind: The class.
+
+    Returns:
+        "ValueError" for one of Python's own, "package.module.Name" for others.
+
+    Examples:
+        >>> class_name(ValueError), class_name(torch.nn.Linear)
+        ('ValueError', 'torch.nn.modules.linear.Linear')
+    """
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def as_text(value: object, limit: int | None = None) -> str:
+    """Give a value as text that can be encoded, cut to a length.
+
+    Args:
+        value: Anything; a tensor of one number, as loaders make of an index, is that number.
+        limit: How many characters to keep, all if None.
+
+    Returns:
+        The text; half a surrogate pair (as in odd file names) is written as an escape.
+    """
+    text = value if isinstance(value, str) else text_of(value, _scalar)
+    if limit is not None and len(text) > limit:
+        text = f"{text[:limit]}... ({len(text) - limit:,} more characters)"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _scalar(value: Any) -> str:
+    return str(value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value)
+
+
+def plain(value: Any, depth: int = 100) -> Any:
+    """Give a tree of values as JSON can hold it: numbers that JSON does not have, and everything unknown, as text.
+
+    Args:
+        value: Anything.
+        depth: How many levels of containers to keep; a deeper one becomes text.
+
+    Returns:
+        Dictionaries, lists, text, finite numbers, booleans and None.
+
+    Examples:
+        >>> plain({"loss": float("inf"), "shape": (2, 3), "kind": int})
+        {'loss': 'inf', 'shape': [2, 3], 'kind': "<class 'int'>"}
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return value if -_LARGEST <= value <= _LARGEST else hex(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, bytes):
+        return f"<{len(value):,} bytes>"
+    if depth and isinstance(value, Mapping):
+        return {as_text(key): plain(item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, depth - 1) for item in value]
+    return as_text(value, _LONGEST)
+
+
+def json_text(value: Any, *, indent: int | None = None, depth: int = 100) -> str:
+    r"""Write a value as JSON in which everything that is not printable is escaped.
+
+    Args:
+        value: Anything; see `plain`.
+        indent: As in `json.dumps`.
+        depth: As in `plain`.
+
+    Returns:
+        The JSON.
+
+    Examples:
+        >>> print(json_text({"name": "é \x9b \ud800", "loss": float("nan")}))
+        {"name": "é \u009b \ud800", "loss": "nan"}
+    """
+    text = json.dumps(plain(value, depth), ensure_ascii=False, allow_nan=False, indent=indent)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))

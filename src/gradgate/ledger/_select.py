@@ -1,0 +1,315 @@
+"""What is asked of the file: incidents by filters, one of them, the bytes that belong to it, counts, and plain SQL."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypedDict
+
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, NothingMatchedError
+from gradgate.ledger._file import MEGABYTE, STEPS, Connection, LedgerFile, TooLong
+from gradgate.ledger._rows import COLUMNS, check_kinds, from_row, name_text
+from gradgate.records import Incident
+
+Moment = float | str | datetime
+"""A time: seconds since the epoch of the clock, a datetime, ISO text, or an age such as "2h" or "3d"."""
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+class Filters(TypedDict, total=False):
+    """The conditions that all hold for what is given; one that is None does not count."""
+
+    run: str | None
+    cause: str | None
+    stage: str | None
+    sample_id: object
+    since: Moment | None
+    until: Moment | None
+    transient: bool | None
+
+
+_CONDITIONS = {
+    "run": "run = ?",
+    "cause": "cause = ?",
+    "stage": "stage = ?",
+    "sample_id": "sample_id = ?",
+    "since": "time >= ?",
+    "until": "time < ?",
+    "transient": "transient = ?",
+}
+
+
+def where(filters: Mapping[str, Any], *, by_index: bool = True) -> tuple[str, list[Any]]:
+    """Write filters as a condition in SQL, and its values.
+
+    Without `by_index` SQLite does not look for them in an index of their own: everything is counted anyway.
+
+    Examples:
+        >>> where({"cause": "exception", "run": None})
+        ('cause = ?', ['exception'])
+    """
+    given = _given(filters)
+    plus = "" if by_index else "+"
+    return " AND ".join(f"{plus}{_CONDITIONS[name]}" for name in given) or "TRUE", list(given.values())
+
+
+def matches(incident: Incident, filters: Mapping[str, Any]) -> bool:
+    """Tell whether an incident that is not in the file fits the filters."""
+    given = _given(filters)
+    since, until = given.pop("since", float("-inf")), given.pop("until", float("inf"))
+    return since <= incident.time < until and all(getattr(incident, name) == value for name, value in given.items())
+
+
+def _given(filters: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the values of the filters that count, as they are in the file."""
+    unknown = sorted(set(filters) - set(_CONDITIONS))
+    if unknown:
+        raise ArgumentTypeError(
+            f"incidents(): there is no filter `{unknown[0]}`.",
+            why=f"the filters are {', '.join(_CONDITIONS)}.",
+            fix='ledger.incidents(cause="exception", since="2h")',
+        )
+    return {name: _value(name, value) for name, value in filters.items() if value is not None}
+
+
+def _value(name: str, value: Any) -> Any:
+    if name in ("since", "until"):
+        return moment(value)
+    return int(value) if name == "transient" else name_text(value)
+
+
+def moment(value: Moment) -> float:
+    """Give a time as seconds since the epoch of the clock; text without a zone is local time.
+
+    Examples:
+        >>> moment("1970-01-01T00:01:00+00:00"), moment(5)
+        (60.0, 5.0)
+    """
+    if isinstance(value, datetime):
+        return value.timestamp()
+    if isinstance(value, str):
+        if age := _AGE.fullmatch(value.strip()):
+            return time.time() - float(age[1]) * _SECONDS[age[2]]
+        try:
+            return datetime.fromisoformat(value.strip()).timestamp()
+        except (ValueError, OverflowError, OSError) as error:
+            raise ArgumentValueError(
+                f"the time {value!r} cannot be read.",
+                why="a time is a date, a date with a time of day, or an age.",
+                fix='since="2026-11-15" or since="2026-11-15T21:30" or since="2h"',
+            ) from error
+    if type(value) in (int, float):
+        return float(value)
+    raise ArgumentTypeError(
+        f"the time is of type {type(value).__name__}.",
+        why="a time is a number of seconds, a datetime, or text.",
+        fix='since="2h"',
+    )
+
+
+_SELECT = f"SELECT {', '.join(COLUMNS)} FROM incident"
+PREFIX = 4
+"""How many characters of an incident's id are enough to ask for it, if they fit only one."""
+
+
+def select_incidents(
+    connection: Connection,
+    filters: Mapping[str, Any],
+    *,
+    limit: int | None = None,
+    newest_first: bool = False,
+) -> Iterator[Incident]:
+    """Read incidents in the order of time."""
+    condition, values = where(filters)
+    order = "DESC" if newest_first else "ASC"
+    rows = connection.rows(
+        f"{_SELECT} WHERE {condition} ORDER BY time {order}, number {order} LIMIT ?",
+        [*values, -1 if limit is None else limit],
+    )
+    return map(from_row, rows)
+
+
+def one_incident(connection: Connection, incident_id: str) -> Incident:
+    """Read one incident by its id, or by the beginning of it if that fits no other."""
+    wanted = name_text(incident_id)
+    row = connection.execute(f"{_SELECT} WHERE id = ?", (wanted,)).fetchone()
+    if row is not None:
+        return from_row(row)
+    found = []
+    if len(wanted) >= PREFIX:
+        beyond = wanted[:-1] + chr(_next_character(ord(wanted[-1])))
+        found = list(connection.rows(f"{_SELECT} WHERE id >= ? AND id < ? LIMIT 4", (wanted, beyond)))
+    if len(found) == 1:
+        return from_row(found[0])
+    raise NothingMatchedError(
+        f"there is no incident {wanted!r}." if not found else f"several incidents begin with {wanted!r}.",
+        why=(
+            f"an incident is asked for by its id, or by at least {PREFIX} characters of its beginning."
+            if not found
+            else f"among them {', '.join(str(row[0]) for row in found)}."
+        ),
+        fix="gradgate ledger list LEDGER",
+    )
+
+
+def _next_character(code: int) -> int:
+    """Give the code after one, without the surrogates, which cannot be stored."""
+    return 0xE000 if code == 0xD7FF else min(code + 1, 0x10FFFF)
+
+
+def blob(connection: Connection, question: str, key: str) -> bytes | None:
+    """Read the bytes that a question with one question mark gives, if there are any."""
+    row = connection.execute(question, (name_text(key),)).fetchone()
+    if row is None:
+        return None
+    check_kinds({"data": row[0]}, {"data": (bytes,)}, "a payload")
+    return bytes(row[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+    """What there is in a ledger, counted.
+
+    Attributes:
+        incidents: How many incidents.
+        transient: How many of them did not come again under the same state.
+        samples: How many different samples.
+        first: The time of the first one.
+        last: The time of the last one.
+        by_run: How many in each run, most first; likewise the next three.
+        by_stage: How many in each stage.
+        by_cause: How many of each cause.
+        by_exception: How many of each class of exception.
+        worst: The samples with most incidents, and how many those are.
+    """
+
+    incidents: int = 0
+    transient: int = 0
+    samples: int = 0
+    first: float | None = None
+    last: float | None = None
+    by_run: dict[str, int] = field(default_factory=dict)
+    by_stage: dict[str, int] = field(default_factory=dict)
+    by_cause: dict[str, int] = field(default_factory=dict)
+    by_exception: dict[str, int] = field(default_factory=dict)
+    worst: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the record as a plain dictionary.
+
+        Returns:
+            One entry for each attribute.
+        """
+        return asdict(self)
+
+
+def count_incidents(connection: Connection, filters: Mapping[str, Any], worst: int = 10) -> Stats:
+    """Count everything in one pass over one index, and name the worst samples."""
+    condition, values = where(filters, by_index=filters.get("sample_id") is not None)
+    groups = list(
+        connection.rows(
+            "SELECT run, stage, cause, exception_type, transient, count(*), min(time), max(time) FROM incident "
+            f"WHERE {condition} GROUP BY run, stage, cause, exception_type, transient",
+            values,
+        )
+    )
+    samples = list(
+        connection.rows(
+            "SELECT sample_id, count(*), count(*) OVER () FROM incident "
+            f"WHERE sample_id IS NOT NULL AND {condition} GROUP BY sample_id ORDER BY count(*) DESC, sample_id LIMIT ?",
+            [*values, worst],
+        )
+    )
+    counts = [Counter[str]() for _ in range(4)]
+    for group in groups:
+        check_kinds({"first": group[6], "last": group[7]}, {"first": (int, float), "last": (int, float)}, "incidents")
+        for counter, name in zip(counts, group[:4], strict=True):
+            if name is not None:
+                counter[str(name)] += group[5]
+    by_run, by_stage, by_cause, by_exception = (dict(counter.most_common()) for counter in counts)
+    return Stats(
+        incidents=sum(group[5] for group in groups),
+        transient=sum(group[5] for group in groups if group[4]),
+        samples=samples[0][2] if samples else 0,
+        first=min((group[6] for group in groups), default=None),
+        last=max((group[7] for group in groups), default=None),
+        by_run=by_run,
+        by_stage=by_stage,
+        by_cause=by_cause,
+        by_exception=by_exception,
+        worst={str(sample): count for sample, count, _ in samples},
+    )
+
+
+_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a question in SQL gave.
+
+    Attributes:
+        columns: The names of the columns.
+        rows: The rows.
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+
+def ask(path: Path, question: str, values: Sequence[Any], limit: int | None, seconds: float) -> Answer:
+    """Ask a question in SQL, for a limited time; nothing is changed, no other file is touched."""
+    file = LedgerFile(path, read_only=True)
+    try:
+        with file.reading(whole=True) as connection:
+            connection.execute("PRAGMA query_only = ON")
+            connection.set_authorizer(_only_reading)
+            until = time.monotonic() + seconds
+            connection.set_progress_handler(lambda: time.monotonic() > until, STEPS)
+            connection.meter.characters = longest = 64 * MEGABYTE + 16 * file.size()
+            try:
+                cursor = connection.execute(question, values)
+                rows = list(connection.counted(islice(cursor, limit)))
+            except (sqlite3.ProgrammingError, sqlite3.Warning, TypeError, OverflowError, UnicodeEncodeError) as error:
+                raise _wrong(error) from error
+            except sqlite3.DatabaseError as error:
+                code = getattr(error, "sqlite_errorname", "")
+                if code in ("SQLITE_ERROR", "SQLITE_AUTH", "SQLITE_TOOBIG"):
+                    raise _wrong(error) from error
+                if code == "SQLITE_INTERRUPT":
+                    raise LedgerError(
+                        f"the question took longer than {seconds:g} seconds.",
+                        why="a question without an end must not hold up everything.",
+                        fix=f"ledger.sql(..., seconds={10 * seconds:g})   # or ask for less",
+                    ) from error
+                raise
+            except TooLong as error:
+                raise LedgerError(
+                    f"the answer is longer than {longest:,} characters.",
+                    why="it is kept in memory, and the file itself is far shorter.",
+                    fix="ledger.sql(..., limit=100)   # or ask for less",
+                ) from error
+            return Answer(tuple(column[0] for column in cursor.description or ()), rows)
+    finally:
+        file.close()
+
+
+def _only_reading(action: int, *_: str | None) -> int:
+    return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
+
+
+def _wrong(error: Exception) -> ArgumentValueError:
+    return ArgumentValueError(
+        f"the question cannot be asked: {error}.",
+        why="it must be one SELECT on the views incidents, samples and runs (or the tables behind them).",
+        fix="SELECT cause, count(*) FROM incidents GROUP BY cause",
+    )
