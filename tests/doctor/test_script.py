@@ -242,3 +242,69 @@ def test_the_module_name_is_the_scripts(tmp_path):
         check=False,
     )
     assert "arguments ['one'] __main__ True" in done.stdout, done.stderr
+
+
+# --- odd ends of a script -------------------------------------------------------------------------------------------
+
+STEP = """
+import os, torch
+encoder, head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+head(encoder(torch.randn(4, 3)).detach()).mean().backward()
+torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1).step()
+"""
+ODD_ENDS = {
+    "a text that raises": ("class Odd(Exception):\n    def __str__(self): raise KeyError('x')\nraise Odd", 1),
+    "a text that is a number": ("class Odd(Exception):\n    def __str__(self): return 7\nraise Odd", 1),
+    "no Exception": ("class Odd(BaseException): pass\nraise Odd('x')", 1),
+    "neither": ("class Odd(BaseException):\n    def __str__(self): raise KeyError('x')\nraise Odd", 1),
+    "an interrupt": ("raise KeyboardInterrupt", 130),
+    "escapes": ("raise ValueError('\\x1b]0;x\\x07 \\u202e')", 1),
+}
+
+
+def is_diagnosed_once(output, report):
+    codes = [finding["code"] for finding in json.loads(report.read_text())["findings"]]
+    assert any(code.startswith("GG1") for code in codes)
+    assert [output.count(f" {code}:") for code in codes] == [codes.count(code) for code in codes]
+    assert output.replace("\n", "").replace("\t", "").isprintable()
+
+
+@pytest.mark.parametrize("end", ODD_ENDS)
+def test_a_script_that_raises_something_odd_is_diagnosed(tmp_path, end):
+    lines, code = ODD_ENDS[end]
+    script, report = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(STEP + lines + "\n")
+    done = CliRunner().invoke(main, ["doctor", "--json", str(report), str(script)])
+    assert done.exit_code == code, done.output
+    assert isinstance(done.exception, SystemExit)
+    is_diagnosed_once(done.output, report)
+    assert ("GG002" in done.output) == (code == 1)
+
+
+FORKS = """
+if os.fork() == 0:
+    os._exit(9)
+os.wait()
+if os.fork() == 0:
+    raise ValueError("the child")
+print("status", os.wait()[1] >> 8)
+if os.fork() == 0:
+    print("the child has come to the end", flush=True)
+else:
+    os.wait()
+    print("the last words", flush=True)
+    os._exit(5)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_script_that_forks_and_ends_by_os_exit_is_diagnosed_once(tmp_path):
+    script, report = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(STEP + FORKS)
+    command = [sys.executable, "-m", "gradgate", "doctor", "--json", str(report), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 5, done.stderr
+    is_diagnosed_once(done.stdout, report)
+    assert done.stdout.startswith("status 1\nthe child has come to the end\nthe last words\n")
+    assert done.stderr.count("ValueError: the child") == 1
+    assert "os._exit" not in done.stderr

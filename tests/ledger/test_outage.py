@@ -261,3 +261,14 @@ def test_a_full_disk_costs_the_same_however_many_wait(ledger, monkeypatch):
     assert sum(rows) == waiting + 1
     assert len(rows) <= 2 + waiting.bit_length()
     assert len(ledger.incidents()) == 402
+
+
+def test_limit_a_copy_of_the_file_alone_may_lack_the_last_moments(tmp_path, monkeypatch):
+    """They are still in `run.ledger-wal`. A merge takes them along."""
+    monkeypatch.setattr(_file, "SETTLE_AFTER", 1e9)
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record(incident("first"))
+        (tmp_path / "copy.ledger").write_bytes(ledger.path.read_bytes())
+        with Ledger(tmp_path / "merged.ledger") as merged:
+            assert merged.merge(ledger) == 1
+    assert Ledger(tmp_path / "copy.ledger", read_only=True).bad_ids() == set()

@@ -148,3 +148,46 @@ def test_counts(ledger):
     assert ledger.stats(cause="non-finite loss").incidents == 1
     assert ledger.stats(sample_id="a", since=15.0).by_cause == {"non-finite loss": 1}
     assert ledger.stats(run="no such run").to_dict() == type(stats)().to_dict()
+
+
+# --- the clock ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that can be set."""
+    now = [1_000_000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    return now
+
+
+def test_a_clock_set_back_after_a_release_hides_no_failure(tmp_path, clock):
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record(incident("a", time=clock[0]))
+        assert ledger.release("a")
+        clock[0] -= 3600
+        assert ledger.bad_ids() == set()
+        ledger.record(incident("a", time=clock[0]))
+        assert ledger.bad_ids() == {"a"}
+        assert ledger.sql("SELECT bad FROM samples").rows == [(1,)]
+        assert ledger.incidents()[-1].details == {"clock": clock[0]}  # What the clock said then.
+        clock[0] -= 3600
+        assert ledger.release("a")  # Released once more, by a clock that is further behind.
+        assert ledger.bad_ids() == set()
+        ledger.record(incident("a", time=clock[0]))
+        assert ledger.bad_ids() == {"a"}
+    with Ledger(tmp_path / "all.ledger") as merged:
+        merged.merge(tmp_path / "run.ledger")
+        assert merged.bad_ids() == {"a"}
+
+
+def test_what_happened_before_a_release_and_is_written_later_does_not_count(tmp_path, clock):
+    """A rank whose file was away for a while writes what it saw before."""
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        early = incident("a", time=clock[0])
+        clock[0] += 10
+        ledger.release("a")
+        clock[0] += 10
+        ledger.record(early)
+        assert ledger.bad_ids() == set()
+        assert ledger.incidents()[0].time == early.time

@@ -1,13 +1,14 @@
 """Weights and random states at a step, put in force again for a while."""
 
 import random
+from contextlib import nullcontext
 
 import numpy
 import pytest
 import torch
 
 from gradgate._payload import encode
-from gradgate._snapshot import capture, restored
+from gradgate._snapshot import capture, random_state, restored
 from gradgate.errors import LedgerError
 
 
@@ -58,3 +59,47 @@ def test_weights_that_do_not_fit_are_refused():
 def test_a_state_that_is_not_whole_is_refused(data):
     with pytest.raises(LedgerError, match=r"not whole(.|\n)*snapshot_limit=2\*\*30"), restored(data):
         pass
+
+
+def odd_states():
+    """Snapshots that are well-formed payloads of the wrong content."""
+    good = {"model": None, "random": random_state()}
+    chance = good["random"]
+    weight = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    numpys = chance["numpy"]
+    return {
+        "a tensor": torch.ones(3),
+        "nothing": None,
+        "an empty dictionary": {},
+        "no random state": {"model": None, "random": None},
+        "an empty random state": {"model": None, "random": {}},
+        "a random state that is a list": {"model": None, "random": [1, 2]},
+        "torch's state of floats": {**good, "random": {**chance, "torch": torch.ones(5)}},
+        "torch's state too short": {**good, "random": {**chance, "torch": torch.zeros(5, dtype=torch.uint8)}},
+        "torch's state of zeros": {**good, "random": {**chance, "torch": torch.zeros_like(chance["torch"])}},
+        "torch's state that is text": {**good, "random": {**chance, "torch": "x"}},
+        "Python's state that is a number": {**good, "random": {**chance, "python": 7}},
+        "Python's state too short": {**good, "random": {**chance, "python": (3, (1, 2), None)}},
+        "numpy's state that is text": {**good, "random": {**chance, "numpy": "MT19937"}},
+        "numpy's state of another kind": {**good, "random": {**chance, "numpy": ("PCG64", *numpys[1:])}},
+        "numpy's position out of range": {**good, "random": {**chance, "numpy": (*numpys[:2], 10**6, *numpys[3:])}},
+        "weights that are a list": {**good, "model": [1, 2]},
+        "weights that are numbers": {**good, "model": {"weight": 1, "bias": 2}},
+        "weights with names that are numbers": {**good, "model": {1: torch.ones(1)}},
+        "weights of another shape": {**good, "model": {**weight, "weight": torch.ones(5)}},
+        "weights that are complex": {**good, "model": {**weight, "weight": torch.ones(1, 2, dtype=torch.complex64)}},
+        "weights that are missing": {**good, "model": {"weight": torch.ones(1, 2)}},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("name", odd_states())
+def test_a_state_of_wrong_content_is_an_error_and_changes_nothing(name):
+    model = torch.nn.Linear(2, 1)
+    before, weights = random_state(), capture(model)
+    # torch takes complex weights, with a warning.
+    refused = nullcontext() if "complex" in name else pytest.raises(LedgerError, match=r"(.|\n)+Why: .+\nFix: ")
+    with refused, restored(encode(odd_states()[name]), model):
+        chances()
+    assert encode(random_state()) == encode(before)
+    assert capture(model) == weights

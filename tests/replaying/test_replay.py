@@ -106,7 +106,15 @@ def test_a_fault_that_was_repaired_is_gone(ledger):
     result = gg.replay(ledger, name, lambda batch: strict(batch.abs()))
     assert (result.verdict, result.fault, result.fails) == ("passes", None, False)
     assert "  now:  nothing\nIt no longer fails." in str(result)
-    assert result.to_dict() == {"incident": name, "verdict": "passes", "fault": None, "rows": 1, "snapshot": False}
+    told = {
+        "incident": name,
+        "verdict": "passes",
+        "fault": None,
+        "rows": 1,
+        "snapshot": False,
+        "snapshot_stored": False,
+    }
+    assert result.to_dict() == told
 
 
 def test_a_loss_that_is_not_finite(ledger):

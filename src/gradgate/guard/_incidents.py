@@ -11,6 +11,7 @@ import torch
 
 from gradgate._names import module_path
 from gradgate._payload import LIMIT, encode
+from gradgate._text import visible
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import Fault
 from gradgate.guard._recovery import Dropped
@@ -55,7 +56,7 @@ def log(incidents: Iterable[Incident]) -> None:
     """Write incidents to the log, one line each."""
     if LOG.isEnabledFor(logging.WARNING):
         for incident in incidents:
-            LOG.warning("%s", incident_line(incident))
+            LOG.warning("%s", visible(incident_line(incident)))
 
 
 def hand_over(

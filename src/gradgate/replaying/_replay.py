@@ -127,8 +127,7 @@ def replay(
         >>> guard = gg.Guard(model, ledger=ledger, payload=True)
         >>> batch = torch.stack([torch.ones(2) * model.weight[0].detach(), torch.full((2,), float("nan"))])
         >>> result = guard.backward(batch * 10 + model.bias.abs().item(), loss_fn, ids=["good", "bad"])
-        >>> result = gg.replay(ledger, result.dropped[0].id, loss_fn)
-        >>> result.verdict
+        >>> gg.replay(ledger, result.dropped[0].id, loss_fn).verdict
         'same'
         >>> gg.replay(ledger, result.dropped[0].id, lambda batch: model(batch.nan_to_num()).mean()).verdict
         'passes'
