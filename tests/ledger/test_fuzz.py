@@ -180,7 +180,13 @@ def test_rows_that_are_longer_together_than_the_file_are_refused(tmp_path, monke
     with Ledger(tmp_path / "run.ledger") as ledger:
         ledger.record_many([incident(str(number), message="x" * 2000) for number in range(100)])
     reader = Ledger(tmp_path / "run.ledger", read_only=True)
-    monkeypatch.setattr(_file.LedgerFile, "size", lambda self: -_file.MEGABYTE + 100_000)
+    allow = _file._Meter.allow
+
+    def short(meter, size):
+        allow(meter, size)
+        meter.characters = 100_000
+
+    monkeypatch.setattr(_file._Meter, "allow", short)
     with pytest.raises(LedgerError, match="the rows are longer together than the file"):
         reader.incidents()
     monkeypatch.undo()
