@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradgate import modes as modes
     from gradgate import replaying as replaying
     from gradgate import report as report
+    from gradgate import rewind as rewind
     from gradgate import testing as testing
     from gradgate.doctor import Diagnosis as Diagnosis
     from gradgate.doctor import diagnose as diagnose
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from gradgate.records import Finding as Finding
     from gradgate.records import Incident as Incident
     from gradgate.replaying import replay as replay
+    from gradgate.rewind import Rewind as Rewind
 
 # Each public name and the room that it lives in; tests/test_contracts.py keeps this equal to the imports above.
 _ROOM_OF = {
@@ -81,6 +83,7 @@ _ROOM_OF = {
     "Ledger": "ledger",
     "QuarantineSampler": "loading",
     "ReverseGrad": "gates",
+    "Rewind": "rewind",
     "ScaleGrad": "gates",
     "TooManyBadSamples": "errors",
     "apply_rows": "masked",
@@ -122,6 +125,7 @@ _ROOMS = (
     "records",
     "replaying",
     "report",
+    "rewind",
     "testing",
 )
 

@@ -12,6 +12,7 @@ The tree::
     |-- BadStepError             (ArithmeticError)   a step would have written NaN or Inf into the weights
     |-- FrozenMovedError         (AssertionError)   a frozen value is not what it was
     |-- TooManyBadSamples        (RuntimeError)     the guard refuses to go on
+    |-- TooManyRewinds           (RuntimeError)     loss spikes come again and again
     |-- OtherRankError           (RuntimeError)     another process of the training failed or is gone
     `-- LedgerError              (OSError)          the ledger cannot be read or written
     GradgateWarning              (UserWarning)
@@ -47,6 +48,7 @@ __all__ = [
     "NothingMatchedError",
     "OtherRankError",
     "TooManyBadSamples",
+    "TooManyRewinds",
 ]
 
 
@@ -134,6 +136,21 @@ class TooManyBadSamples(GradgateError, RuntimeError):
     def __init__(self, what: str, *, why: str = "", fix: str = "", incidents: Sequence[Incident] = ()) -> None:
         super().__init__(what, why=why, fix=fix)
         self.incidents: tuple[Incident, ...] = tuple(incidents)
+
+
+class TooManyRewinds(GradgateError, RuntimeError):
+    """The loss spikes again and again; everything is as in the last good snapshot.
+
+    Args:
+        what: What went wrong, with a table of the rewinds.
+        why: Why that stops the training.
+        fix: The way out.
+        rewinds: The rewinds of the run.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", rewinds: Sequence[object] = ()) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.rewinds: tuple[object, ...] = tuple(rewinds)
 
 
 class OtherRankError(GradgateError, RuntimeError):

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 __all__ = ["Finding", "Incident", "Severity", "Sink", "Stage"]
 
-Stage = Literal["load", "forward", "loss", "backward"]
+Stage = Literal["load", "forward", "loss", "backward", "step"]
 """Where a sample failed."""
 Severity = Literal["error", "warning", "info"]
 """How much a finding matters."""
@@ -32,7 +32,7 @@ class Incident:
         world_size: How many processes there were.
         sample_id: The sample's name as the user gave it, as text.
         row: The sample's place in its batch.
-        stage: Where it showed: while loading, in forward, in the loss or in backward.
+        stage: Where it showed: while loading, in forward, in the loss, in backward, or in the steps after it.
         cause: The kind of fault in a few words, such as "exception" or "non-finite gradient".
         exception_type: The class of the exception, with its module.
         message: What the exception or the check said.
