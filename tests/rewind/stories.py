@@ -1,0 +1,87 @@
+"""What ranks live through together: a spike that only one of them sees."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradgate as gg
+from tests.guard.ranks import same_everywhere
+
+
+def build(wrap):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = wrap(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def train(wrap, batches, rewind_options=None, seen_by=None):
+    """Train on this rank's batches; the losses of one rank look high from some step on."""
+    model, optimizer = build(wrap)
+    rewind = None if rewind_options is None else gg.Rewind(model, optimizer, ids="id", **rewind_options)
+    done = []
+    for batch in batches if rewind is None else rewind.batches(batches):
+        optimizer.zero_grad()
+        loss = (model(batch["x"]) - batch["x"].sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if rewind is not None:
+            high = batch["step"] in (30, 31, 32) and dist.get_rank() == seen_by
+            rewound = rewind.observe(1e3 if high else loss)
+            done += [rewound] if rewound is not None else []
+    tensors = [p.detach() for p in model.parameters()]
+    return [t.to_local() if hasattr(t, "to_local") else t for t in tensors], done
+
+
+def stream(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        {"x": torch.randn(5, 4, generator=generator), "step": step, "id": [f"{rank}-{step}-{row}" for row in range(5)]}
+        for step in range(45)
+    ]
+
+
+def lawful(rank, wrap):
+    batches = stream(rank)
+    for seen_by in range(dist.get_world_size()):
+        found, done = train(wrap, batches, {"every": 6}, seen_by)
+        assert [one.skipped for one in done] == [(29, 30, 31, 32)]
+        assert {i.rank for i in done[0].incidents} == {rank}
+        wanted, _ = train(wrap, [batch for batch in batches if batch["step"] not in done[0].skipped])
+        assert all(map(torch.equal, found, wanted))
+    return found
+
+
+def replicas_go_back_together(rank):
+    same_everywhere(*lawful(rank, DistributedDataParallel))
+
+
+def shards_go_back_together(rank):
+    def shard(model):
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        return model
+
+    lawful(rank, shard)
+
+
+def the_first_rank_records_for_all(rank, path=None):
+    import tempfile
+    from pathlib import Path
+
+    folder = [tempfile.mkdtemp()] if rank == 0 else [None]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / "run.ledger"
+    train(DistributedDataParallel, stream(rank), {"every": 6, "ledger": path}, seen_by=1)
+    if rank == 0:
+        with gg.Ledger(path) as ledger:
+            kept = ledger.incidents()
+        world = dist.get_world_size()
+        assert len(kept) == world * 4 * 5
+        assert {one.rank for one in kept} == set(range(world))
+    dist.barrier()
+
+
+STORIES = [replicas_go_back_together, shards_go_back_together, the_first_rank_records_for_all]
