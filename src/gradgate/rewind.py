@@ -346,8 +346,8 @@ class Rewind:
             )
         if len(self.rewinds) == 2:
             warnings.warn(
-                f"Rewind: the second loss spike of this run ({rewound.reason}). Unless the data are to blame, going back "
-                "hides an instability of the recipe: look at the learning rate, the warm-up and the clipping.",
+                f"Rewind: the second loss spike of this run ({rewound.reason}). Unless the data are to blame, going "
+                "back hides an instability of the recipe: look at the learning rate, the warm-up and the clipping.",
                 GradgateWarning,
                 stacklevel=4,
             )

@@ -37,6 +37,11 @@ _INPUT = ctypes.POINTER(Input)
 _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "valid": (None, [_INPUT, _pointer]),
     "sum": (_int64, [_INPUT, _int32, _pointer, _pointer]),
+    "choose": (None, [_pointer, _pointer, _pointer, _pointer, _int64, _int64, _int32, _int32]),
+    "checksum": (None, [_pointer, _int64, _int32, _pointer, _pointer, _int32]),
+    "repeats": (_int64, [_pointer, _int64, _int64]),
+    "copy": (None, [_pointer, _pointer, _pointer, _int64]),
+    "nonfinite": (_int32, [_pointer, _pointer, _pointer, _int64, _int32]),
 }
 
 

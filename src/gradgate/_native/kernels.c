@@ -319,3 +319,5 @@ int64_t NAME(gg_sum)(const Input *given, int32_t mean, void *total, int64_t *cou
     free(made);
     return empty;
 }
+
+#include "words.h"

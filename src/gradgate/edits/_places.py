@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch
 
+from gradgate import _kernels
 from gradgate._torch_compat import has_data
 from gradgate.edits._reading import Chooser, out_of_range
-from gradgate.edits._rows import FEW, named_once
 from gradgate.errors import ArgumentValueError
 
 __all__ = ["Places"]
@@ -196,10 +196,12 @@ class Places:
 
     def alone(self) -> bool:
         """Tell whether surely no place is named twice. Looks only where looking waits for nothing: on the CPU."""
-        if not self.unique and self.indices[0].device.type == "cpu" and has_data(*self.indices):
-            if self.count <= FEW and 0 not in self.sizes:
-                self.unique = named_once(self.indices[0] if len(self.indices) == 1 else self._key(), self.sizes[0])
-            else:
+        if not self.unique and 0 not in self.sizes and self.indices[0].device.type == "cpu":
+            if _kernels.usable(*self.indices):
+                single = len(self.indices) == 1
+                size = self.sizes[0] if single else math.prod(self.sizes)
+                self.unique = not _kernels.repeats(self.indices[0] if single else self._key(), size)
+            elif has_data(*self.indices):
                 key = self._key()
                 number = torch.arange(self.count, dtype=torch.int32, device=key.device)
                 owner = key.new_empty(math.prod(self.sizes), dtype=torch.int32).scatter_(0, key, number)

@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 
-from gradgate._torch_compat import is_compiling
+from gradgate import _kernels
 
-__all__ = ["FEW", "named_once", "with_rows"]
-
-FEW = 1024
-"""Up to so many entries a Python set is faster than the calls of torch that do the same."""
+__all__ = ["with_rows"]
 
 
 def with_rows(x: torch.Tensor, index: Any, rows: Any, unique: bool) -> torch.Tensor | None:
@@ -30,31 +27,11 @@ def with_rows(x: torch.Tensor, index: Any, rows: Any, unique: bool) -> torch.Ten
         return None
     if index.dtype is not torch.int64 or index.dim() != 1 or not x.dim() or rows.dtype is not x.dtype:
         return None
-    if is_compiling() or not (index.is_cpu and x.is_cpu and rows.is_cpu):
+    if rows.shape != (index.shape[0], *x.shape[1:]) or not _kernels.usable(index):
         return None
-    count = index.shape[0]
-    if rows.shape != (count, *x.shape[1:]):
+    if not unique and _kernels.repeats(index, x.shape[0]):
         return None
     try:
-        if not unique and (count > FEW or not named_once(index, x.shape[0])):
-            return None
         return x.index_put((index,), rows)
-    except (IndexError, RuntimeError):  # out of range; or vmap and FakeTensorMode, which do not give the numbers
+    except (IndexError, RuntimeError):  # out of range, or on several devices
         return None
-
-
-def named_once(index: torch.Tensor, size: int) -> bool:
-    """Tell whether few indices of one dimension are of as many places.
-
-    Args:
-        index: The indices; in range, or it does not matter what is answered.
-        size: The size of the dimension; it matters for negative ones only.
-
-    Returns:
-        Whether no place is named twice; -1 and the last are the same.
-    """
-    named = index.tolist()
-    places = set(named)
-    if min(places, default=0) < 0:
-        places = {place % max(size, 1) for place in places}
-    return len(places) == len(named)

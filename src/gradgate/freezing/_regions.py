@@ -7,16 +7,14 @@ in every step: rows and single elements cost what they are, a dense mask costs o
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
+from gradgate import _kernels
+
 __all__ = ["Elements", "Everything", "Points", "Region", "Rows", "region_of", "union"]
 
-# Torch's bool kernels are slow on the CPU, its integer ones are not: values are moved as integers of their size.
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FEW = 32  # single elements are addressed one by one up to one in so many; beyond that a dense mask is cheaper
 
 
@@ -115,7 +113,7 @@ class Rows(Region):
             values.index_copy_(0, index, kept)
         else:  # in this order: at no time, whatever interrupts, are the others anything but what they learned
             kept.index_copy_(0, self.others, values.index_select(0, self.others))
-            _overwrite(values, kept)
+            values.copy_(kept)
 
     def clear(self, gradient: torch.Tensor) -> None:
         index = self._here(gradient.device)
@@ -172,70 +170,38 @@ class Elements(Region):
     def __init__(self, mask: torch.Tensor) -> None:
         self.frozen = mask.clone()
         self.count = int(mask.sum())
-        self._free: torch.Tensor | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_free": None}
-
-    def _here(self, device: torch.device) -> torch.Tensor:
-        if self.frozen.device != device:
-            self.frozen = self.frozen.to(device)
+    def _like(self, values: torch.Tensor) -> torch.Tensor:
+        """Give the mask on the device of values, and in memory as they are."""
+        if self.frozen.device != values.device or self.frozen.stride() != values.stride():
+            self.frozen = torch.empty_like(values, dtype=torch.bool).copy_(self.frozen)
         return self.frozen
 
-    def _free_as(self, words: torch.Tensor) -> torch.Tensor:
-        """1 for the elements that may move and 0 for the frozen, as integers and laid out like the values."""
-        if self._free is None or self._free.dtype is not words.dtype or self._free.stride() != words.stride():
-            self._free = torch.empty_like(words).copy_(~self._here(words.device))
-        return self._free
+    def _write(self, values: torch.Tensor, kept: torch.Tensor | None) -> None:
+        frozen = self._like(values)
+        # A tensor without gaps is copied with its strides; then all three are one stretch of memory in the same order.
+        dense = frozen.stride() == values.stride() and (kept is None or kept.stride() == values.stride())
+        if dense and _kernels.usable(values, frozen, *([] if kept is None else [kept])):
+            _kernels.overwrite(values, frozen, kept)
+        elif kept is None:
+            values.masked_fill_(frozen, 0)
+        else:
+            torch.where(frozen, kept, values, out=values)
 
     def read(self, values: torch.Tensor) -> torch.Tensor:
-        words = _as_words(values)
-        if words is None:
-            return values.clone()
-        return words * (1 - self._free_as(words))
+        return values.clone()
 
     def write(self, values: torch.Tensor, kept: torch.Tensor) -> None:
-        words = _as_words(values)
-        if words is None:
-            torch.where(self._here(values.device), kept, values, out=values)
-        else:  # one pass: kept + free * moved, in integers, of which one term is always 0
-            torch.addcmul(kept, self._free_as(words), words, out=words)
+        self._write(values, kept)
 
     def clear(self, gradient: torch.Tensor) -> None:
-        words = _as_words(gradient)
-        if words is None:
-            gradient.masked_fill_(self._here(gradient.device), 0)
-        else:
-            words.mul_(self._free_as(words))
+        self._write(gradient, None)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values[self._here(values.device)]
+        return values[self._like(values)]
 
     def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
         return self.frozen.to(device)
-
-
-def _overwrite(values: torch.Tensor, kept: torch.Tensor) -> None:
-    """Copy all of a tensor, of the same shape and dtype.
-
-    With one thread the C library takes half the time of torch: it writes past the cache. Several threads are quicker.
-    """
-    if (
-        values.device.type == "cpu"
-        and torch.get_num_threads() == 1
-        and values.is_contiguous()
-        and kept.is_contiguous()
-        and values.nbytes == kept.nbytes
-    ):
-        ctypes.memmove(values.data_ptr(), kept.data_ptr(), kept.nbytes)
-    else:
-        values.copy_(kept)
-
-
-def _as_words(values: torch.Tensor) -> torch.Tensor | None:
-    """Look at values as integers of their size; None where select kernels are quick, or there is no such integer."""
-    word = _WORDS.get(values.element_size()) if values.device.type == "cpu" else None
-    return values.detach().view(word) if word is not None else None
 
 
 def region_of(mask: torch.Tensor) -> Region:

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
+from gradgate import _kernels
 from gradgate._checks import check_keep
-from gradgate._torch_compat import has_data
 
 __all__ = ["Chosen", "Clip", "Finite", "Mask", "Rule", "Scale", "Whole"]
 
-# Widths of gradient elements, and the integers whose bits can stand for them.
-INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -161,22 +159,12 @@ class Finite(Rule):
 
 
 def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Give the gradient where keep and +0.0 elsewhere, whatever arrives there.
-
-    Kernels that read a bool are slow on a CPU (`where` takes six times as long as this), and a product of floats lets
-    NaN through. So the bits of each element, taken as an integer of its width, are multiplied by 1 or by 0.
-    """
+    """Give the gradient where keep and +0.0 elsewhere, whatever arrives there."""
     if keep.device != gradient.device:  # only a 0-dim mask on the CPU gets here, see check_keep
         keep = keep.to(gradient.device, non_blocking=True)
-    if gradient.is_complex() and not torch.is_grad_enabled():
-        return torch.view_as_complex(_masked(torch.view_as_real(gradient.resolve_conj()), keep.unsqueeze(-1)))
-    integer = INTEGER_OF_WIDTH.get(gradient.element_size())
-    if torch.is_grad_enabled() or integer is None or type(gradient) is not torch.Tensor or not has_data(gradient):
-        return torch.where(keep, gradient, 0)
-    bits = gradient.resolve_neg().view(integer)
-    each = keep.to(integer)  # 1 or 0 also for masks that hold other bytes, as `image.view(torch.bool)` does
-    kept = each.mul_(bits) if each.shape == bits.shape else bits * each
-    return kept.view(gradient.dtype)
+    if not torch.is_grad_enabled() and _kernels.usable(gradient, keep):
+        return _kernels.kept(gradient, keep)
+    return torch.where(keep, gradient, 0)
 
 
 def _constant(gradient: torch.Tensor) -> torch.Tensor:
