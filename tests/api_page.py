@@ -12,7 +12,20 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 ENTRY = re.compile(r"^::: (gradgate\.[\w.]+)", re.MULTILINE)
 # In the order in which a reader meets them; rooms that are not named here come after these.
-ORDER = ("modes", "gates", "masked", "edits", "freezing", "losses", "guard", "loading", "ledger", "replaying", "doctor")
+ORDER = (
+    "modes",
+    "gates",
+    "masked",
+    "edits",
+    "freezing",
+    "losses",
+    "guard",
+    "rewind",
+    "loading",
+    "ledger",
+    "replaying",
+    "doctor",
+)
 
 HEAD = """\
 ---

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gradgate import _kernels
 from gradgate._torch_compat import find_non_finite
-
-__all__ = ["FiniteCheck"]
 
 
 class FiniteCheck:
@@ -15,7 +14,7 @@ class FiniteCheck:
     def __init__(self) -> None:
         self._flags: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the device's number, which is read fastest
 
-    def alarm(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
+    def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
         """Tell whether anything is not finite.
 
         Args:
@@ -25,6 +24,8 @@ class FiniteCheck:
         Returns:
             True if there is a NaN or an Inf.
         """
+        if loss is None and (found := _kernels.nonfinite(gradients)) is not None:
+            return found
         answer = flags = None
         if gradients:
             first = gradients[0]

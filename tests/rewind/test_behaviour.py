@@ -103,7 +103,7 @@ def test_a_constant_loss_may_wander_a_little():
     assert feed(linear()[0], [1.0] * 30 + [1.05] * 30)[0] == []
 
 
-# --- what is kept ----------------------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -146,7 +146,7 @@ def test_a_loader_that_draws_from_the_global_random_state_is_not_exact():
 
 def test_an_epoch_that_ends_inside_a_spike_is_rewound_in_the_next():
     rewind, *_ = linear(every=7)
-    losses = wavy(41) + [100.0]
+    losses = [*wavy(41), 100.0]
     feed(rewind, losses)
     seen, done = [], []
     for batch in rewind.batches([100, 101, 102]):
@@ -157,7 +157,7 @@ def test_an_epoch_that_ends_inside_a_spike_is_rewound_in_the_next():
     assert seen == [100, 101, *range(35, 40), 102]
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------------------------
 
 
 def test_suspects_are_incidents_with_their_ids(tmp_path):
@@ -184,13 +184,17 @@ def test_the_log_has_one_line(caplog):
 
 
 def test_too_many_rewinds_say_what_was_tried_and_leave_the_last_good_state():
-    rewind, model, optimizer = linear(every=1000)
+    rewind, model, _ = linear(every=1000)
     start = copy.deepcopy(model.state_dict())
-    with pytest.raises(TooManyRewinds) as raised, pytest.warns(gg.errors.GradgateWarning):
+
+    def train():
         for _ in rewind.batches(range(100)):
             with torch.no_grad():
                 model.weight.add_(1)
             rewind.observe(float("nan") if rewind._number % 10 == 9 else 1.0)
+
+    with pytest.raises(TooManyRewinds) as raised, pytest.warns(gg.errors.GradgateWarning):
+        train()
     assert_same(model.state_dict(), start)
     assert len(raised.value.rewinds) == 3
     assert str(raised.value) == (
@@ -204,7 +208,7 @@ def test_too_many_rewinds_say_what_was_tried_and_leave_the_last_good_state():
     )
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 class Stateful:
@@ -261,7 +265,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(stop, loader_of):
     assert all(one.exact for one in found)
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The law: after a rewind everything is bit-identical to the same training on the stream without the suspects."""
 
+import contextlib
 import warnings
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,12 +74,9 @@ def test_nan_decides_at_once():
 def test_random_streams(data, every, depth, lookback, patience, optimizer):
     poisoned = data.draw(st.sets(st.integers(0, 59), max_size=2))
     options = {"every": every, "depth": depth, "lookback": lookback, "patience": patience}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.suppress(TooManyRewinds):
         warnings.simplefilter("ignore", gg.errors.GradgateWarning)
-        try:
-            check_law(stream(60, poisoned, seed=every), options, optimizer=optimizer)
-        except TooManyRewinds as error:
-            assert error.rewinds
+        check_law(stream(60, poisoned, seed=every), options, optimizer=optimizer)
 
 
 def test_a_healthy_training_is_the_plain_one():

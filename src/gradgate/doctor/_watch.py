@@ -114,7 +114,7 @@ _check = FiniteCheck()
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Return whether every element of every tensor is finite."""
     with undispatched():
-        return not _check.alarm(list(gradients))
+        return not _check.has_nonfinite(list(gradients))
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------

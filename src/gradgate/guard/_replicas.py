@@ -180,17 +180,17 @@ class _CheckOfSent(FiniteCheck):
         self._usual = usual
         self._buckets = buckets
 
-    def alarm(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
-        """Tell whether anything is not finite; arguments as for `FiniteCheck.alarm`."""
+    def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
+        """Tell whether anything is not finite; arguments as for `FiniteCheck.has_nonfinite`."""
         if not self._buckets.listening:
-            return self._usual.alarm(gradients, loss)
+            return self._usual.has_nonfinite(gradients, loss)
         if not self._buckets.looks_finite():
             # If the gradients are not to blame, their weight is, or the sum; the next round has smaller weights.
             self._buckets.stale = True
-            return self._usual.alarm(gradients, loss)
+            return self._usual.has_nonfinite(gradients, loss)
         own = {id(parameter.grad) for parameter in self._buckets.parameters}
         others = [gradient for gradient in gradients if id(gradient) not in own]
-        return bool(others or loss is not None) and self._usual.alarm(others, loss)
+        return bool(others or loss is not None) and self._usual.has_nonfinite(others, loss)
 
 
 def _reduced(replica: Replica) -> list[torch.nn.Parameter]:

@@ -169,7 +169,7 @@ class LossTrial(_Catching):
             outcome.fault = self._fault(error, "backward")
             return outcome
         outcome.value = loss = loss.detach()
-        if self._check.alarm(self._state.gradients(), None if loss.is_cpu else loss):
+        if self._check.has_nonfinite(self._state.gradients(), None if loss.is_cpu else loss):
             number = float(loss.item())
             if not math.isfinite(number):
                 return self._blame_loss(outcome, number, size)
