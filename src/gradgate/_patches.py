@@ -1,55 +1,54 @@
 """Changes that must not outlive a call, whatever interrupts it.
 
 Ctrl-C raises between any two bytecodes: in an `__exit__`, in a `finally`, in torch's own `handle.remove()`. So an
-ordinary block is not enough for what the whole process shares. Here every change is one assignment that is noted
-before it is made, taking it back can be repeated, and the outermost call does so once more.
+ordinary block is not enough for what the whole process shares. Here every change is noted before it
+is made, taking it back can be repeated, and the outermost call does so once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-Replaced = tuple[MutableMapping[Any, Any], Any, Any]
-_ABSENT = object()
 ATTEMPTS = 100  # an interrupt at each of them is no accident
 
 
 class Patches:
-    """Entries of shared tables (hooks, a module's `__dict__`) that were replaced, in the order of replacing."""
+    """What was changed (entries of tables of hooks, a module's `__dict__`, modes), in the order of changing."""
 
     def __init__(self) -> None:
-        self._noted: list[Replaced] = []
+        self._undo: list[Callable[[], object]] = []
 
     def put(self, table: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Replace an entry of a table, or add it."""
-        self._noted.append((table, key, table.get(key, _ABSENT)))
+        self.later(partial(table.__setitem__, key, table[key]) if key in table else partial(table.pop, key, None))
         table[key] = value
 
+    def later(self, undo: Callable[[], object]) -> None:
+        """Note how a change is taken back that is about to be made."""
+        self._undo.append(undo)
+
     def undo(self) -> None:
-        """Take back all replacements, the last one first."""
-        _take_back(self._noted, 0)
-        self._noted = []  # an open block that the garbage collector closes later has its own list
+        """Take back all changes, the last one first."""
+        _take_back(self._undo, 0)
+        self._undo = []  # a block that an interrupt left open, and the garbage collector closes later, has its own list
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Take back at its end what was replaced in a block."""
-        noted, before = self._noted, len(self._noted)
+        """Take back at its end what was changed in a block."""
+        undo, before = self._undo, len(self._undo)
         try:
             yield
         finally:
-            _take_back(noted, before)
+            _take_back(undo, before)
 
 
-def _take_back(noted: list[Replaced], down_to: int) -> None:
-    while len(noted) > down_to:
-        table, key, before = noted[-1]
-        if before is _ABSENT:
-            table.pop(key, None)
-        else:
-            table[key] = before
-        noted.pop()
+def _take_back(undo: list[Callable[[], object]], down_to: int) -> None:
+    while len(undo) > down_to:
+        undo[-1]()
+        undo.pop()
 
 
 def to_the_end(clean_up: Callable[[], None]) -> None:

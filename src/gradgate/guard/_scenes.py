@@ -7,14 +7,14 @@ with; and the code around modules, which then answer from a tape.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from gradgate._names import text_of
 from gradgate._source import raising_spot
-from gradgate._torch_compat import ModuleCall, compiled_as_written, write_mark
+from gradgate._torch_compat import ModuleCall, ThreadModes, compiled_as_written, write_grad_mode, write_mark
 from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError
 from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, taking
@@ -74,7 +74,9 @@ class Scenes:
         else:
             self.state.restore()
         wanted = self.recording if recording is None else recording
-        with torch.set_grad_enabled(wanted and self._ambient):
+        with self.state.patches.block():
+            self.state.patches.later(ThreadModes().restore)
+            write_grad_mode(wanted and self._ambient)
             yield
 
     def whole(self, fault: Fault) -> Test:
@@ -158,11 +160,10 @@ class Scenes:
                 return Verdict.SAME
             return Verdict.PASSES
 
-        with ExitStack() as stack:
-            stack.enter_context(self.prepared())
-            for kind, dtype in autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            stack.enter_context(tape.installed(self.state.patches, until=until, besides=module))
+        with self.prepared(), tape.installed(self.state.patches, until=until, besides=module):
+            for kind, dtype in autocast.items():  # put back with the other modes at the end of the block
+                torch.set_autocast_enabled(kind, True)
+                torch.set_autocast_dtype(kind, dtype)
             yield test
 
     def smears(self, call: ModuleCall, row: int, companion: int) -> bool:
