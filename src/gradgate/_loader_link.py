@@ -172,7 +172,8 @@ def ids_of(batch: Any, size: int) -> tuple[str | None, ...] | None:
     """Find the ids of the rows of a batch that a loader gave.
 
     A batch is found if each of its parts is one of a given batch, or the other way round: the same tensor, or one of
-    the same bytes. Where several given batches fit, rows have an id if these agree on it.
+    the same bytes. Where several given batches fit, rows have an id if these agree on it. A tensor that was given
+    belongs to no other batch, whatever its values are.
 
     Args:
         batch: The batch, perhaps on another device and in other containers.
@@ -183,8 +184,8 @@ def ids_of(batch: Any, size: int) -> tuple[str | None, ...] | None:
     """
     parts = [part for part in leaves_of(batch) if part is not None]
     owners = {id(given): given for part in parts if (given := _owner(part)) is not None}
-    recent = [given for loader in list(_LOADERS) for given in loader.recent()]
-    for candidates, compare in ((owners.values(), _Identity()), (recent, _Equality())):
+    candidates = [*owners.values()] or [given for loader in list(_LOADERS) for given in loader.recent()]
+    for compare in (_Identity(), _Equality()):
         matches = [given.ids() for given in candidates if compare.fits(given, parts)]
         if found := [ids for ids in matches if len(ids) == size]:
             return tuple(names[0] if len(set(names)) == 1 else None for names in zip(*found, strict=True))
