@@ -71,6 +71,7 @@ class Given:
 # By tensor, the batch that it was given in most recently.
 _GIVEN_WITH: MutableMapping[torch.Tensor, Given] = WeakIdKeyDictionary()
 _LOADERS: WeakSet[GivenBatches] = WeakSet()
+_given_so_far = 0  # batches of all loaders
 _TRAININGS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # guard -> where its incidents go
 
 
@@ -83,6 +84,8 @@ class GivenBatches:
 
     def __init__(self, sink: Any) -> None:
         self.epoch = -1
+        self.epochs_under_way = 0
+        self._last_given = -AT_LEAST
         self._sink = None if sink is None else _key(sink)
         self._training: ReferenceType[Any] | None = None
         self._recent: deque[tuple[Given, list[Any], int]] = deque()
@@ -118,6 +121,11 @@ class GivenBatches:
             self._bytes -= self._recent.popleft()[2]
         self._total += 1
         self._in_epoch += 1
+        global _given_so_far
+        _given_so_far = self._last_given = _given_so_far + 1
+
+    def gave_lately(self) -> bool:
+        return self._last_given > _given_so_far - AT_LEAST
 
     def recent(self) -> list[Given]:
         return [given for given, _, _ in list(self._recent)]
@@ -173,7 +181,8 @@ def ids_of(batch: Any, size: int) -> tuple[str | None, ...] | None:
 
     A batch is found if each of its parts is one of a given batch, or the other way round: the same tensor, or one of
     the same bytes. Where several given batches fit, rows have an id if these agree on it. A tensor that was given
-    belongs to no other batch, whatever its values are.
+    belongs to no other batch, whatever its values are. Copies are compared with the recent batches of the loaders that
+    are in an epoch, or gave one of the last batches of all.
 
     Args:
         batch: The batch, perhaps on another device and in other containers.
@@ -184,7 +193,8 @@ def ids_of(batch: Any, size: int) -> tuple[str | None, ...] | None:
     """
     parts = [part for part in leaves_of(batch) if part is not None]
     owners = {id(given): given for part in parts if (given := _owner(part)) is not None}
-    candidates = [*owners.values()] or [given for loader in list(_LOADERS) for given in loader.recent()]
+    loaders = [loader for loader in list(_LOADERS) if loader.epochs_under_way or loader.gave_lately()]
+    candidates = [*owners.values()] or [given for loader in loaders for given in loader.recent()]
     for compare in (_Identity(), _Equality()):
         matches = [given.ids() for given in candidates if compare.fits(given, parts)]
         if found := [ids for ids in matches if len(ids) == size]:

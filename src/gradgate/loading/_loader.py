@@ -130,21 +130,25 @@ class ResilientLoader(Generic[Batch]):
 
     def _epoch_of(self, batches: Iterator[tuple[Any, Report]], requests: Requests | None) -> Iterator[Batch]:
         streak = _BadStreak(self._patience)
-        while True:
-            for batch, report in batches:
-                if self._is_ready(report, requests, streak):
-                    self._last = kept = report.kept
-                    self._given.add(batch, partial(_ids, self._log, kept))
-                    yield batch
-            if self._refilling is None or requests is None or not requests.more():
-                break
-            # The loader came to its end before we knew that there is something to ask for again. Starting it draws a
-            # seed; it is put back, so that later epochs have the order that they would have had.
-            generator = self._loader.generator or torch.default_generator
-            state = generator.get_state()
-            batches, _ = self._refilling.begin(self._inner, requests)
-            generator.set_state(state)
-        streak.close()
+        self._given.epochs_under_way += 1
+        try:
+            while True:
+                for batch, report in batches:
+                    if self._is_ready(report, requests, streak):
+                        self._last = kept = report.kept
+                        self._given.add(batch, partial(_ids, self._log, kept))
+                        yield batch
+                if self._refilling is None or requests is None or not requests.more():
+                    break
+                # The loader came to its end before we knew that there is something to ask for again. Starting it draws
+                # a seed; it is put back, so that later epochs have the order that they would have had.
+                generator = self._loader.generator or torch.default_generator
+                state = generator.get_state()
+                batches, _ = self._refilling.begin(self._inner, requests)
+                generator.set_state(state)
+            streak.close()
+        finally:
+            self._given.epochs_under_way -= 1
 
     def _is_ready(self, report: Report, requests: Requests | None, streak: _BadStreak) -> bool:
         """Write down what is bad about a batch; tell whether the rest of it is to be given out."""
