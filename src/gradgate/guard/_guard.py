@@ -113,7 +113,8 @@ class Guard:
         min_kept: int = 1,
         run: str | None = None,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        self._arguments = dict(locals())
+        del self._arguments["self"]
         check_numbers(max_bad=max_bad, patience=patience, batch_dim=batch_dim, min_kept=min_kept)
         check_sink(sink)
         given = checked_modules(model)
@@ -289,7 +290,7 @@ class Guard:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy a guard as what it was made of and what it has counted."""
-        now = {name: getattr(self, name, given) for name, given in self._arguments.items()}
+        now = {name: vars(self).get(name, given) for name, given in self._arguments.items()}
         return _rebuilt, (type(self), now, self.state_dict())
 
     def _step(
