@@ -1,6 +1,7 @@
 """Settings that hold for every test, docstring example and documentation example."""
 
 import logging
+import os
 import random
 
 import hypothesis
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "PYTHONWARNINGS", "PYTHONIOENCODING"):
+    os.environ.pop(name, None)  # what is printed does not hang on the terminal that the tests were started from
 
 # One profile for the machine that decides (more examples, no deadline: it is noisy), one for hands.
 hypothesis.settings.register_profile(

@@ -94,7 +94,13 @@ def test_a_closed_output_is_no_fault(path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk without room is simulated by Linux only")
-def test_a_full_disk_is_told_without_a_traceback(path):
-    done = run("bash", "-c", f"'{sys.executable}' -m gradgate ledger list '{path}' --limit 2000 > /dev/full")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("command", ["list '{path}' --limit 2000", "stats '{path}'", "export '{path}' -"])
+def test_a_full_disk_is_told_without_a_traceback(path, command, buffered):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    if not buffered:
+        environment["PYTHONUNBUFFERED"] = "1"
+    line = f"'{sys.executable}' -m gradgate ledger {command.format(path=path)} > /dev/full"
+    done = run("bash", "-c", line, env=environment)
     assert done.returncode == 1
     assert done.stderr == "Error: [Errno 28] No space left on device\n"

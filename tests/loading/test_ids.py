@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 import gradgate as gg
+from gradgate import _loader_link
 from gradgate._loader_link import AT_MOST, ids_of
 from gradgate.errors import ArgumentValueError
 
@@ -180,6 +181,7 @@ def loader_of(data, batch_size, *, refill=False, workers=0, shuffle=False, drop_
     epochs=st.integers(1, 2),
 )
 def test_ids_are_those_of_the_batch_or_none(wrapper, size, batch_size, raises, nan, refill, shuffle, drop_last, epochs):
+    _loader_link._LOADERS.clear()  # those of other tests may have given the same values under other names
     data = Table(size, raises if len(raises & set(range(size))) < size else (), nan)
     loader = loader_of(data, batch_size, refill=refill, shuffle=shuffle, drop_last=drop_last)
     for _ in range(epochs):

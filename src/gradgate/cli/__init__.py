@@ -50,14 +50,26 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # Here a full disk is an error like others; at the end of Python it is a traceback.
+            return result
         except click.ClickException as error:
             vars(error)["message"] = visible(error.message, lines=True)  # It may quote a name that a stranger chose.
             raise
         except (GradgateError, OSError) as error:
             if getattr(error, "errno", None) == errno.EPIPE:  # `| head` has seen enough; click ends in silence.
                 raise
+            _forget_unwritten_output()
             raise click.ClickException(visible(error, lines=True)) from error
+
+
+def _forget_unwritten_output() -> None:
+    """Lead what could not be written into the void, so that Python does not fail once more when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:

@@ -30,7 +30,7 @@ class GuardResult:
     """
 
     # Made in every step, so by hand: a frozen dataclass takes five times as long, a list of all rows even longer.
-    __slots__ = ("_kept", "dropped", "exact", "loss", "losses", "reason", "transient")
+    __slots__ = ("_kept", "_loss", "dropped", "exact", "losses", "reason", "transient")
 
     def __init__(
         self,
@@ -42,14 +42,19 @@ class GuardResult:
         reason: str = "",
         transient: tuple[Incident, ...] = (),
     ) -> None:
-        loss.__dict__.update(_LOSS_HAS)
-        self.loss = loss
+        self._loss = loss
         self.losses = losses
         self._kept = kept
         self.dropped = dropped
         self.exact = exact
         self.reason = reason
         self.transient = transient
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The mean loss over the kept samples, detached, 0-dim."""
+        self._loss.__dict__.update(_LOSS_HAS)
+        return self._loss
 
     @property
     def kept(self) -> list[int]:
