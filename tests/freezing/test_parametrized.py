@@ -151,3 +151,11 @@ def test_removed_again_is_as_before():
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
     handle.verify()
     pin.verify()
+
+
+def test_limit_a_pin_does_not_see_a_parametrization_into_several_new_tensors():
+    """A pin knows no module, and nothing that is registered then is the parameter or shares its memory."""
+    layer = nn.Linear(4, 4)
+    pin = gg.pin(layer.weight, rows=[0])
+    parametrize.register_parametrization(layer, "weight", Parts())
+    pin.verify()
