@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # torch comes first and exactly: any looser wording pulls a build with gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: help demo test check bench bench-quick docs page browser clean
+.PHONY: help demo test quick check bench bench-quick docs page browser clean
 
 help:                     ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -41,6 +41,9 @@ check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+quick: check              ## static checks, and the tests that are neither slow nor distributed nor in a browser
+	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not distributed and not browser"
 
 test: check docs          ## everything that must pass
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

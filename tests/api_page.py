@@ -11,7 +11,7 @@ import gradgate
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 ENTRY = re.compile(r"^::: (gradgate\.[\w.]+)", re.MULTILINE)
-# In the order in which a reader meets them; rooms that are not named here come after these.
+# In the order in which a reader meets them; packages that are not listed come after these.
 ORDER = (
     "modes",
     "gates",
@@ -34,20 +34,19 @@ hide: [navigation]
 
 # The public API
 
-Every public name, with its arguments and one line. A name links to its entry, which has the arguments in full, what it
-raises, its gradient and an example. `gg` is `import gradgate as gg`; the others are had from their room, as in
-`from gradgate import masked`. Arguments behind `*` have to be named. This page is made from the code
-(`python -m tests.api_page`).
+Every public name, with its arguments and one line. A name links to its full entry: arguments, errors, gradient and an
+example. `gg` is `import gradgate as gg`; the other names are imported from their module, as in `from gradgate import masked`.
+Arguments after `*` are keyword-only.
 
-The same words mean the same everywhere: `keep=` is a boolean mask, True takes part; `exclude=` is a value or several
-that do not; `frozen=` marks what must not move; `dim`, `keepdim` and `dtype` are torch's; `empty=` is what a slice with
-nothing kept gives.
+The same words mean the same thing everywhere: `keep=` is a boolean mask, and True takes part; `exclude=` is a value, or
+several, that do not; `frozen=` marks what must not move; `dim`, `keepdim` and `dtype` are torch's; `empty=` is the result
+of a slice with nothing kept.
 """
 
 
 def places():
     """Give the page of every documented name."""
-    pages = sorted((ROOT / "docs" / "rooms").glob("*.md"))
+    pages = sorted((ROOT / "docs" / "packages").glob("*.md"))
     return {name: page.name for page in pages for name in ENTRY.findall(page.read_text())}
 
 
@@ -96,7 +95,7 @@ def page():
             shown = f"gg.{name}" if name in at_root else f"{room_name}.{name}"
             full = f"gradgate.{room_name}.{name}"
             # torch's own names have no entry.
-            target = f"rooms/{entries[full]}#{full}" if full in entries else "rooms/modes.md"
+            target = f"packages/{entries[full]}#{full}" if full in entries else "packages/modes.md"
             parts.append(f"| [`{shown}{arguments(thing)}`]({target}) | {sentence(room, name)} |\n")
     return "".join(parts)
 

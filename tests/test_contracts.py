@@ -64,7 +64,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_every_public_name_is_documented_and_nothing_else_is():
-    pages = (ROOT / "docs" / "rooms").glob("*.md")
+    pages = (ROOT / "docs" / "packages").glob("*.md")
     documented = [name for page in pages for name in DOCUMENTED.findall(page.read_text())]
     assert len(documented) == len(set(documented)), "a name is documented twice"
     assert set(documented) == public_names()

@@ -16,7 +16,7 @@ PAGES = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 SECTIONS = [
     "Start",
     "Questions",
-    "Rooms",
+    "Packages",
     "Troubles",
     "How it works",
     "API",
@@ -89,7 +89,7 @@ def commands(group, words):
 
 
 def test_every_command_is_on_the_page_of_commands():
-    page = (DOCS / "rooms" / "command_line.md").read_text()
+    page = (DOCS / "packages" / "command_line.md").read_text()
     assert not [command for command in commands(main, ["gradgate"]) if not re.search(rf"`{command}[ `]", page)]
 
 

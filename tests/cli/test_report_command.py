@@ -189,7 +189,7 @@ def test_no_colour_on_a_terminal_that_wants_none(path, arguments):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_as_the_page_says(shell):
-    told = (ROOT / "docs" / "rooms" / "command_line.md").read_text()
+    told = (ROOT / "docs" / "packages" / "command_line.md").read_text()
     assert f"_GRADGATE_COMPLETE={shell}_source gradgate" in told
     environment = {**os.environ, "_GRADGATE_COMPLETE": f"{shell}_source"}
     program = f"{os.path.dirname(sys.executable)}/gradgate"

@@ -225,8 +225,8 @@ def test_the_table_of_the_documentation_is_what_the_run_shows(capsys):
         lines.append("| " + " | ".join(cells) + " |")
     with capsys.disabled():
         Console(width=200).print(shown)
-    page = (Path(__file__).parents[2] / "docs" / "rooms" / "freezing.md").read_text()
-    assert "\n".join(lines) in page, "the table in docs/rooms/freezing.md is out of date"
+    page = (Path(__file__).parents[2] / "docs" / "packages" / "freezing.md").read_text()
+    assert "\n".join(lines) in page, "the table in docs/packages/freezing.md is out of date"
 
 
 def test_every_optimizer_of_torch_is_in_the_table():

@@ -23,9 +23,9 @@ from gradgate.masked import (
 from tests.witness import ALL, REAL, check_against, fresh, value_and_gradients, witness
 
 INF, NAN = math.inf, math.nan
-DOCS = Path(__file__).parents[2] / "docs" / "rooms" / "masked.md"
+DOCS = Path(__file__).parents[2] / "docs" / "packages" / "masked.md"
 
-# How the table of docs/rooms/masked.md says it, the call, inputs at the bad point, the value there.
+# How the table of docs/packages/masked.md says it, the call, inputs at the bad point, the value there.
 BAD = [
     ("safe_divide: y = 0", safe_divide, ([3.0, 0.0, -1.0, INF, NAN], [0.0, -0.0, 0.0, 0.0, 0.0]), 0.0),
     ("safe_divide: y = 0", lambda x, y: safe_divide(x, y, fill_value=7), ([3.0], [0.0]), 7.0),
