@@ -35,12 +35,12 @@ hide: [navigation]
 # The public API
 
 Every public name, with its arguments and one line. A name links to its full entry: arguments, errors, gradient and an
-example. `gg` is `import gradgate as gg`; the other names are imported from their module, as in `from gradgate import masked`.
+example. `gg` is `import gradgate as gg`; import the other names from their module, as in `from gradgate import masked`.
 Arguments after `*` are keyword-only.
 
 The same words mean the same thing everywhere: `keep=` is a boolean mask, and True takes part; `exclude=` is a value, or
-several, that do not; `frozen=` marks what must not move; `dim`, `keepdim` and `dtype` are torch's; `empty=` is the result
-of a slice with nothing kept.
+several, that do not; `frozen=` marks what must not move; `dim`, `keepdim` and `dtype` are torch's; `empty=` is the
+result of a slice with nothing kept.
 """
 
 
