@@ -1,4 +1,8 @@
-"""How many forwards a step takes: none more while all is well, O(k log(n / k)) at worst."""
+"""How many forwards a step takes: none more while all is well, O(k log(n / k)) at worst.
+
+With a hint that proves right: the step, a replay, two rows that pass, two control groups, one for each bad row, and the
+step without them. All but three of them have a handful of rows.
+"""
 
 import math
 
@@ -41,26 +45,26 @@ def test_a_healthy_step_runs_the_model_once():
 
 
 @pytest.mark.parametrize("bad", [1, 4, 16])
-def test_a_fault_in_a_module_takes_two_forwards(bad):
-    """The one that fails and the one without the bad rows; only the module that raised is searched."""
+def test_a_fault_in_a_module_takes_few_forwards(bad):
+    """Only the module that raised is searched; what it shows is then tested."""
     model, guard = counted(Refusing(), nn.Linear(3, 3), nn.BatchNorm1d(3))
     x = torch.randn(128, 3)
     x[torch.randperm(128)[:bad], 0] = 1e6
     assert len(guard.backward(x.clone(), lambda x: model(x).mean()).dropped) == bad
-    assert model.calls == 2
+    assert model.calls == 6 + bad
 
 
 @pytest.mark.parametrize("bad", [1, 4, 16])
-def test_values_take_three_forwards(bad):
+def test_values_take_few_forwards(bad):
     model, guard = counted(nn.Linear(3, 3), nn.BatchNorm1d(3))
     x = torch.randn(128, 3)
     x[torch.randperm(128)[:bad]] = float("nan")
     assert len(guard.backward(x, lambda x: model(x).square().mean()).dropped) == bad
-    assert model.calls == 3
+    assert model.calls == 6 + bad
 
 
 @pytest.mark.parametrize("bad", [1, 4, 16])
-def test_gradients_take_three_forwards(bad):
+def test_gradients_take_few_forwards(bad):
     model, guard = counted(nn.Linear(3, 3), nn.BatchNorm1d(3))
     zero = torch.ones(128)
     zero[torch.randperm(128)[:bad]] = 0
@@ -69,7 +73,7 @@ def test_gradients_take_three_forwards(bad):
     model.calls = 0
     result = guard.backward(batch, lambda b: (model(b[0]).square().sum(1) * b[1]).sqrt().mean())
     assert len(result.dropped) == bad
-    assert model.calls == 3 + bad + 1 or model.calls == 3  # answers from the tape are calls, but run nothing
+    assert model.calls == 6 + bad
 
 
 @pytest.mark.parametrize("size", [64, 256])

@@ -26,7 +26,6 @@ __all__ = [
     "compiled_as_written",
     "innermost_call",
     "is_compiled",
-    "mixes_rows",
     "run_as_written",
     "watched_modules",
     "without_compiled_wrappers",
@@ -68,23 +67,6 @@ def anything_compiled() -> bool:
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Give a module's own table of buffers: writing an entry rebinds the buffer, whatever the module's setters do."""
     return module._buffers
-
-
-def mixes_rows(module: torch.nn.Module) -> bool:
-    """Tell whether a module surely lets a value that is not finite in one row into all others: BatchNorm in training.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        Whether it does; False also where hooks or a forward of its own leave it open.
-    """
-    return (
-        type(module).forward is torch.nn.BatchNorm1d.forward
-        and (module.training or module.running_mean is None)
-        and "forward" not in module.__dict__
-        and not module._forward_pre_hooks
-    )
 
 
 MODULE_HOOKS: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = (

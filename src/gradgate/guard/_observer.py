@@ -20,28 +20,9 @@ from torch.autograd.graph import Node
 
 from gradgate._patches import Patches
 from gradgate._source import Line, running_line, written
-from gradgate._torch_compat import ModuleCall, call_with_gradient, mixes_rows, watched_modules, write_mark
+from gradgate._torch_compat import call_with_gradient, watched_modules, write_mark
 from gradgate.guard._batches import batch_dim_of, index_of
 from gradgate.guard._finite import non_finite_rows, tensors_in
-
-__all__ = ["Answer", "Enough", "Observer", "Open", "Sighting"]
-
-
-class Enough(BaseException):
-    """The replay has shown what it can; no `except Exception` in the user's code may stop it."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a module gave, for use in later probes: valid as long as nobody has written into it."""
-
-    module: torch.nn.Module
-    output: Any
-    marks: list[tuple[int, int]]
-
-    def is_untouched(self) -> bool:
-        """Tell whether the output is still what the module returned."""
-        return self.marks == [write_mark(tensor) for tensor in tensors_in(self.output)]
 
 
 @dataclass(slots=True)
@@ -52,15 +33,6 @@ class Sighting:
     module: torch.nn.Module | None
     where: str | None
     norms: dict[int, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Open:
-    """A module that is running, what its children have given, and the autocast that it runs under."""
-
-    module: torch.nn.Module | None
-    answers: list[Answer] = field(default_factory=list)
-    autocast: dict[str, torch.dtype] = field(default_factory=dict)
 
 
 class Observer:
@@ -82,52 +54,42 @@ class Observer:
         self._patches = patches
         self._values = values
         self._gradients = gradients
-        self._looks = values or gradients  # then only the answers of the outermost modules are asked for
         self._thread = threading.get_ident()
         self._watching = ExitStack()
         self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
-        self._finite: tuple[int, torch.nn.Module | None, Line | None] = (0, None, None)
+        self._finite: tuple[torch.nn.Module | None, Line | None] = (None, None)
         self._itself = weakref.proxy(self)
-        self._gave: dict[tuple[Node | torch.Tensor, int], Callable[[torch.Tensor], None]] = {}
-        self._seen_at = 0
-        self.open: list[Open] = [Open(None)]
+        self._hooked: set[tuple[Node | torch.Tensor, int]] = set()
+        self._done = False
         self.modules: dict[torch.nn.Module, None] = {}
         self.sightings: list[Sighting] = []
-        self.smeared_by: ModuleCall | None = None
-        self.entries: list[torch.Tensor] = []
 
     def __enter__(self) -> Observer:
         self._watching.enter_context(watched_modules(self._patches, self._enter_module, self._leave_module))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._watching.close()
-        return kind is Enough
+        self._hooked.clear()
+
+    @property
+    def hint(self) -> frozenset[int]:
+        """The rows that were not finite before they were mixed into all others, as far as rows are samples."""
+        return self.sightings[-1].rows if self.sightings else frozenset()
 
     def look(self, batch: Any) -> None:
-        """Look at the values of a batch before it is used.
+        """Look at the values of a batch before it is used."""
+        if self._values:
+            self._look(tensors_in(batch), None)
 
-        Args:
-            batch: The batch.
-        """
-        self._look(tensors_in(batch), None)
-
-    def _look(self, tensors: list[torch.Tensor], call: ModuleCall | None) -> bool:
-        """Look at what a module takes or gives, and tell whether only some rows of it are not finite."""
-        rows: frozenset[int] = frozenset()
-        for tensor in tensors:
-            rows |= self._rows(tensor)
-        if not rows:
-            return False
-        if len(rows) < self._size:
-            if not self.sightings or self.sightings[-1].rows != rows:
-                where = _written(running_line()) if call else None
-                self.sightings.append(Sighting(rows, call.module if call else None, where))
-        elif self.sightings:
-            # All rows at once after some: something mixed them. What was seen last is all there is to see.
-            self.smeared_by = call
-            raise Enough
-        return len(rows) < self._size
+    def _look(self, tensors: list[torch.Tensor], module: torch.nn.Module | None) -> None:
+        """Look at what a module takes or gives, and note which rows are not finite while these are some of them."""
+        rows = frozenset[int]().union(*map(self._rows, tensors))
+        if rows and len(rows) < self._size:
+            if rows != self.hint:
+                self.sightings.append(Sighting(rows, module, _written(running_line()) if module else None))
+        elif rows and self.sightings:
+            self._done = True  # all rows at once after some: something mixed them
 
     def _rows(self, tensor: torch.Tensor) -> frozenset[int]:
         known, mark = self._known.get(id(tensor)), write_mark(tensor)
@@ -135,76 +97,47 @@ class Observer:
             known = self._known[id(tensor)] = tensor, mark, non_finite_rows([tensor], self._size, self._batch_dim)
         return known[2]
 
-    def inside(self, module: torch.nn.Module | None) -> Open:
-        """Give what is known of a module that did not return; of None: of the code around all modules."""
-        return next((running for running in reversed(self.open) if running.module is module), self.open[0])
-
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        self.modules[module] = None
-        if self._values:
-            self.open.append(Open(module))
-            spoilt = self._look(tensors_in(args), ModuleCall(module, args, {}))
-            if spoilt and mixes_rows(module) and batch_dim_of(args[0], self._size, self._batch_dim) == 0:
-                raise Enough  # it would let these rows into all others
-        elif self._gradients:
-            self.open.append(Open(module))
-        else:
-            self.open.append(Open(module, autocast=_autocast_now()))
+        if threading.get_ident() == self._thread:
+            self.modules[module] = None
+            if self._values and not self._done:
+                self._look(tensors_in(args), module)
 
     def _leave_module(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or self._done:
             return
-        # Modules that raised into an `except` of the user's code are still open; they are done with now.
-        while len(self.open) > 1 and self.open.pop().module is not module:
-            continue
-        tensors = tensors_in(output)
-        if len(self.open) == 1 or not self._looks:
-            self.open[-1].answers.append(Answer(module, output, [write_mark(tensor) for tensor in tensors]))
         if self._values:
-            self._look(tensors, ModuleCall(module, args, kwargs))
+            self._look(tensors_in(output), module)
         if self._gradients:
-            self._watch(module, args, kwargs, [tensor for tensor in tensors if tensor.requires_grad])
+            self._watch(module, [tensor for tensor in tensors_in(output) if tensor.requires_grad])
 
-    def _watch(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Note what a module gave; and where no gradient goes further back, that the way back may end there."""
-        if not _takes_gradient(args) and not _takes_gradient(kwargs):
-            self.entries += outputs
+    def _watch(self, module: torch.nn.Module, outputs: list[torch.Tensor]) -> None:
+        """Look at the gradients of what a module gave as soon as they come."""
         for tensor in outputs:
-            source = _source_of(tensor)
+            source = (tensor if tensor.grad_fn is None else tensor.grad_fn), tensor.output_nr
             # A container gives what its last child gave, and the innermost module that gave it is the one to ask.
-            if source not in self._gave:
-                # A look must not hold the tensor that will hold it, nor the observer, which holds some of them.
-                look = partial(Observer._look_back, self._itself, at=id(tensor), module=module, line=running_line())
-                self._gave[source] = look
-
-    def look_back(self) -> list[torch.Tensor]:
-        """Look at the gradients of what modules gave as soon as they come, and give the tensors to walk back to."""
-        for tensor in self.entries:
-            # The way back ends at an entry: its node does not run, nor does a hook of the node.
-            if (look := self._gave.get(_source_of(tensor))) is not None and tensor.grad_fn is not None:
-                del self._gave[_source_of(tensor)]
-                tensor.register_hook(look)  # type: ignore[no-untyped-call]
-        for (source, number), look in self._gave.items():
-            if isinstance(source, torch.Tensor):
-                call_with_gradient(self._patches, source, look)
+            if source in self._hooked:
+                continue
+            self._hooked.add(source)
+            # A hook must not hold the tensor that will hold it, nor the observer, which holds some of them.
+            look = partial(Observer._look_back, self._itself, module=module, line=running_line())
+            if isinstance(source[0], torch.Tensor):
+                call_with_gradient(self._patches, source[0], look)
             else:  # the same gradient, for an eighth of the cost of a hook on the tensor
-                source.register_prehook(partial(_of_output, number, look))
-        return self.entries
+                source[0].register_prehook(partial(_of_output, source[1], look))
 
-    def _look_back(self, grad: torch.Tensor, at: int, module: torch.nn.Module, line: Line | None) -> None:
+    def _look_back(self, grad: torch.Tensor, module: torch.nn.Module, line: Line | None) -> None:
+        if self._done:
+            return
         rows = non_finite_rows([grad], self._size, self._batch_dim)
         if not rows:
-            if self._finite[0] != at:  # the first to ask about a tensor is the innermost module that gave it
-                self._finite = at, module, line
+            self._finite = module, line
             return
-        self._seen_at = at
+        self._done = True
         if len(rows) < self._size:
-            # What came back to the module before was finite: it was born in that one's way back (or in the loss).
-            _, born_in, line = self._finite
+            # What came back to the module before was finite: it was born in that one's backward (or in the loss).
+            born_in, line = self._finite
             self.sightings.append(Sighting(rows, born_in, _written(line), self._norms(grad, rows)))
-        raise Enough
 
     def _norms(self, grad: torch.Tensor, rows: frozenset[int]) -> dict[int, float]:
         dim = batch_dim_of(grad, self._size, self._batch_dim)
@@ -213,22 +146,6 @@ class Observer:
         values = grad.index_select(dim, index_of(chosen).to(grad.device))
         norms = torch.linalg.vector_norm(values, dim=others) if others else values.abs()
         return dict(zip(chosen, norms.tolist(), strict=True))
-
-    @property
-    def is_outermost(self) -> bool:
-        """Whether the gradient that is not finite came back to what the outermost modules gave: born in the loss."""
-        outputs = (tensor for answer in self.open[0].answers for tensor in tensors_in(answer.output))
-        return any(id(tensor) == self._seen_at for tensor in outputs)
-
-
-def _takes_gradient(arguments: Any) -> bool:
-    """Tell whether a gradient goes back from a module into what it was called with."""
-    return any(tensor.requires_grad for tensor in tensors_in(arguments)) if arguments else False
-
-
-def _source_of(tensor: torch.Tensor) -> tuple[Node | torch.Tensor, int]:
-    """Give the node and the number of its output that a tensor is; a leaf is its own source."""
-    return (tensor if tensor.grad_fn is None else tensor.grad_fn), tensor.output_nr
 
 
 def _of_output(number: int, look: Callable[[torch.Tensor], None], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -239,10 +156,3 @@ def _of_output(number: int, look: Callable[[torch.Tensor], None], gradients: Seq
 
 def _written(line: Line | None) -> str | None:
     return None if line is None else written(line)
-
-
-def _autocast_now() -> dict[str, torch.dtype]:
-    """Give the lower precision that operations run in now, by device type; empty where there is none."""
-    accelerator = torch.accelerator.current_accelerator()
-    types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    return {kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)}

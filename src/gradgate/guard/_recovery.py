@@ -13,9 +13,8 @@ from gradgate.errors import GradgateError, TooManyBadSamples
 from gradgate.guard._advice import advice
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import Fault
-from gradgate.guard._localise import Blame, Localisation, localise
 from gradgate.guard._outsiders import Outsiders
-from gradgate.guard._scenes import Scenes
+from gradgate.guard._probes import Blame, Localisation, Probes
 from gradgate.guard._state import TrainingState
 from gradgate.guard._trial import Outcome, Trial
 
@@ -115,35 +114,32 @@ class Recovery:
         if (outcome := self._left_to_scaler(fault, result.kept)) is not None:
             result.outcome = outcome
             return result
-        thorough = retried = False
+        retried = False
         while True:
-            batch = self._rows(result.kept)
-            eager = self.compiled and not retried
-            scenes = Scenes(self.probe, self.state, self.reader, batch, len(result.kept), eager=eager)
-            found = localise(scenes, fault, thorough=thorough)
-            self.outsiders.note(found.modules)
-            if not found.repeated:
-                if retried:
-                    self._raise(fault, result, "it comes and goes: it did not show again when it was searched for")
-                retried = True
-                outcome, kept, new = self._try(result.kept), result.kept, []
-                if outcome.fault is None:
-                    result.transient.append(fault)
-            else:
-                if not found.blames and found.everyone and self.with_others:
-                    return self._drop_all(result, fault, found)
-                if not found.blames:
-                    self._raise(fault, result, _explained(found, len(result.kept)))
+            probes = self._probes(fault, result.kept, eager=self.compiled and not retried)
+            outcome, kept, new = None, result.kept, list[Dropped]()
+            for found in probes.localise():
                 new = _dropped(found, result.kept)
                 blamed = {drop.row for drop in new}
                 kept = [row for row in result.kept if row not in blamed]
                 if len(kept) < self.min_kept:
                     return self._give_up(result, new, kept, fault)
                 outcome = self._try(kept)
-            if outcome.fault is not None and not thorough and outcome.fault.same_as(fault):
-                thorough = True  # what was blamed does not explain the fault: look again, at the same rows
-                continue
-            thorough = False
+                if outcome.fault is None or not outcome.fault.same_as(fault):
+                    break
+            found = probes.found
+            self.outsiders.note(found.modules)
+            if not found.repeated:
+                if retried:
+                    self._raise(fault, result, "it comes and goes: it did not show again when it was searched for")
+                retried = True
+                outcome = self._try(kept)
+                if outcome.fault is None:
+                    result.transient.append(fault)
+            elif outcome is None and found.everyone and self.with_others:
+                return self._drop_all(result, fault, found)
+            elif outcome is None or found.by_size:
+                self._raise(fault, result, _explained(found, len(result.kept)))
             result.kept = kept
             result.dropped += new
             self._refuse(result, fault)
@@ -151,6 +147,9 @@ class Recovery:
                 result.outcome = outcome
                 return result
             fault = outcome.fault
+
+    def _probes(self, fault: Fault, rows: list[int], *, eager: bool) -> Probes:
+        return Probes(self.probe, self.state, self.reader, self._rows(rows), len(rows), fault, eager=eager)
 
     def _rows(self, rows: list[int]) -> Any:
         if len(rows) == self.size:
@@ -248,4 +247,6 @@ def _dropped(found: Localisation, rows: list[int]) -> list[Dropped]:
 def _explained(found: Localisation, size: int) -> str:
     if found.everyone:
         return f"every sample that was tried fails in the same way ({found.tests} tests in a batch of {size})"
+    if found.by_size:
+        return f"no sample can be blamed for it: as many samples that pass otherwise fail, too (a batch of {size})"
     return f"no sample can be blamed for it ({found.tests} tests in a batch of {size})"

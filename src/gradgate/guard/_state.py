@@ -108,11 +108,6 @@ class TrainingState:
         self.forget_gradients()
         self._modes.restore()
 
-    def restore_tensors(self) -> None:
-        """Put back what is put back in a moment: the values of buffers and torch's own random state."""
-        self._copies.put_back()
-        self._random.restore_torch()
-
     def forget_gradients(self) -> None:
         """Drop the gradients of a try that does not count."""
         for parameter in self.parameters:

@@ -62,9 +62,6 @@ class Trial(Protocol):
     def run(self, batch: Any, size: int) -> Outcome:
         """Run it as the step does."""
 
-    def attempt(self, call: Callable[[], Any]) -> Outcome:
-        """Run a part of the user's code, and take what it raises for a fault."""
-
     def let_go(self, *, but: Collection[Fault | None]) -> None:
         """Drop the tracebacks of faults so far: they hold what the user's code held when it failed."""
 
@@ -74,26 +71,10 @@ class Trial(Protocol):
 
 
 class _Catching:
-    """Runs code and takes what it raises for a fault, as far as that may be."""
+    """Keeps the faults that were caught, to let go of what they hold."""
 
     catch: Catch
     _faults: list[Fault]
-
-    def attempt(self, call: Callable[[], Any]) -> Outcome:
-        """Run a part of the user's code.
-
-        Args:
-            call: The part.
-
-        Returns:
-            What it gave, or its fault.
-        """
-        try:
-            return Outcome(None, call())
-        except self.catch as error:
-            if must_pass(error):
-                raise
-            return Outcome(self._fault(error))
 
     def let_go(self, *, but: Collection[Fault | None]) -> None:
         """Drop the tracebacks of faults so far, except of some; else activations would wait for the garbage collector.
@@ -237,11 +218,15 @@ class OutputTrial(_Catching):
 
     def forward(self, batch: Any, size: int) -> Outcome:
         """Run the function and look at its outputs."""
-        outcome = self.attempt(lambda: self.function(batch))
-        if outcome.fault is None:
-            outcome.bad_rows = non_finite_rows(tensors_in(outcome.value), size, self._batch_dim)
-            if outcome.bad_rows:
-                outcome.fault = Fault("non-finite output", "forward")
+        try:
+            outcome = Outcome(None, self.function(batch))
+        except self.catch as error:
+            if must_pass(error):
+                raise
+            return Outcome(self._fault(error))
+        outcome.bad_rows = non_finite_rows(tensors_in(outcome.value), size, self._batch_dim)
+        if outcome.bad_rows:
+            outcome.fault = Fault("non-finite output", "forward")
         return outcome
 
     def run(self, batch: Any, size: int) -> Outcome:
