@@ -101,8 +101,8 @@ def _within(column: dict[str, Any], *, whole: bool = False) -> tuple[dict[str, A
 def _beginnings(names: Sequence[str]) -> list[str]:
     """Give the beginnings of the ids, long enough to tell them apart: `gradgate ledger show` takes them."""
     ordered = sorted(names)
-    shared = max((_shared(one, next_one) for one, next_one in pairwise(ordered)), default=0)
-    length = max(_SHORTEST_NAME, shared + 1)
+    alike = (pair for pair in pairwise(ordered) if pair[0][:_SHORTEST_NAME] == pair[1][:_SHORTEST_NAME])
+    length = max((_shared(*pair) + 1 for pair in alike), default=_SHORTEST_NAME)
     return [name[:length] for name in names]
 
 
