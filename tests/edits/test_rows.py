@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradgate as gg
-from gradgate.edits import _rows
+from gradgate.edits import _scatter
 from gradgate.errors import ArgumentIndexError
 from tests import witness
 from tests.edits import oracle
@@ -21,7 +21,7 @@ def test_rows_are_those_of_the_oracle_whichever_way_they_go(index, block):
     x, rows = torch.randn(4, *block), torch.randn(len(index), *block)
     expected = oracle.edit(x, (index,), "set", rows)
     assert torch.equal(gg.at(x)[index].set(rows), expected)
-    short = _rows.with_rows(x, index, rows, unique=False)
+    short = _scatter.with_rows(x, index, rows, unique=False)
     once = len({i % 4 for i in index.tolist()}) == len(index)
     assert (short is not None) == once
     assert short is None or torch.equal(short, expected)
@@ -55,7 +55,7 @@ def test_the_short_way_keeps_every_promise():
     ids=["list", "number", "int32", "0-dim", "broadcast", "dtype", "out of range", "no rows", "no dimension"],
 )
 def test_what_needs_a_closer_look_goes_the_long_way(x, index, rows):
-    assert _rows.with_rows(x, index, rows, unique=False) is None
+    assert _scatter.with_rows(x, index, rows, unique=False) is None
 
 
 def test_an_index_that_is_out_of_range_is_named():

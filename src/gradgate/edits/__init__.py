@@ -1,6 +1,5 @@
 """Change values, keep autograd: `at(x)[idx].set(v)` gives a new tensor, and gradients reach x and v."""
 
-from gradgate.edits._at import At, at
-from gradgate.edits._selection import Selection
+from gradgate.edits._at import At, Selection, at
 
 __all__ = ["at", "At", "Selection"]

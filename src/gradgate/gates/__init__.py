@@ -6,12 +6,12 @@ from gradgate.gates._functions import gate as gate
 from gradgate.gates._functions import reverse_grad as reverse_grad
 from gradgate.gates._functions import scale_grad as scale_grad
 from gradgate.gates._functions import straight_through as straight_through
-from gradgate.gates._meter import GateMeter as GateMeter
 from gradgate.gates._modules import ClipGrad as ClipGrad
 from gradgate.gates._modules import FiniteGrad as FiniteGrad
 from gradgate.gates._modules import Gate as Gate
 from gradgate.gates._modules import ReverseGrad as ReverseGrad
 from gradgate.gates._modules import ScaleGrad as ScaleGrad
+from gradgate.gates._rules import GateMeter as GateMeter
 
 __all__ = [
     "gate",

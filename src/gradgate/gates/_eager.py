@@ -16,9 +16,7 @@ from torch import Tensor
 
 from gradgate._torch_compat import bound_apply, copy_on_write, recorded_without_copy, without_copy, write_count
 from gradgate.errors import GradgateError
-from gradgate.gates._meter import GateMeter
-from gradgate.gates._rules import Mask, Rule, Whole
-from gradgate.gates._sparse import on_stored_values
+from gradgate.gates._rules import GateMeter, Mask, Rule, Whole, on_stored_values
 
 __all__ = ["put_mask", "put_rule", "swap"]
 

@@ -11,9 +11,18 @@ from torch import nn
 from gradgate._checks import check_keep
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError
-from gradgate.gates._arguments import check_factor, check_fill_value, check_limit
-from gradgate.gates._functions import Keep, clip_grad, finite_grad, gate, reverse_grad, scale_grad
-from gradgate.gates._meter import GateMeter
+from gradgate.gates._functions import (
+    Keep,
+    check_factor,
+    check_fill_value,
+    check_limit,
+    clip_grad,
+    finite_grad,
+    gate,
+    reverse_grad,
+    scale_grad,
+)
+from gradgate.gates._rules import GateMeter
 
 __all__ = ["ClipGrad", "FiniteGrad", "Gate", "ReverseGrad", "ScaleGrad"]
 

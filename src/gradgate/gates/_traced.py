@@ -14,7 +14,7 @@ from gradgate.gates._rules import LOW_PRECISION, Mask, Rule, Scale, Whole
 __all__ = ["put_rule", "swap"]
 
 
-class Swapped(torch.autograd.Function):
+class TracedSwap(torch.autograd.Function):
     """The value of hard with the gradient of soft; Dynamo takes only Functions without a jvp."""
 
     @staticmethod
@@ -32,7 +32,7 @@ class Swapped(torch.autograd.Function):
         return None, gradients[0]
 
 
-class SwappedUnderTransforms(Swapped):
+class TransformedSwap(TracedSwap):
     """The same with the rules that torch.func asks for."""
 
     @staticmethod
@@ -47,10 +47,10 @@ class SwappedUnderTransforms(Swapped):
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip(tensors, in_dims, strict=True)
         )
-        return _applied(SwappedUnderTransforms, hard, soft), 0
+        return _applied(TransformedSwap, hard, soft), 0
 
 
-class Gated(torch.autograd.Function):
+class TracedGate(torch.autograd.Function):
     """Identity forward, a rule backward."""
 
     @staticmethod
@@ -69,7 +69,7 @@ class Gated(torch.autograd.Function):
         return ctx.rule.settled(gradients[0])(gradients[0]), None
 
 
-class GatedUnderTransforms(Gated):
+class TransformedGate(TracedGate):
     """The same with the rules that torch.func asks for."""
 
     @staticmethod
@@ -84,7 +84,7 @@ class GatedUnderTransforms(Gated):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, int]:
         """Apply the rule to the gradient of each sample alone."""
-        return _applied(GatedUnderTransforms, x.movedim(in_dims[0] or 0, 0), EachSample(rule)), 0
+        return _applied(TransformedGate, x.movedim(in_dims[0] or 0, 0), EachSample(rule)), 0
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class EachSample(Rule):
 
 def swap(hard: torch.Tensor, soft: torch.Tensor, function: str) -> torch.Tensor:
     """Give the value of hard with the gradient of soft."""
-    return _applied(_variant(Swapped, SwappedUnderTransforms, function), hard, soft)
+    return _applied(_variant(TracedSwap, TransformedSwap, function), hard, soft)
 
 
 def put_rule(x: torch.Tensor, rule: Rule, function: str) -> torch.Tensor:
@@ -122,7 +122,7 @@ def put_rule(x: torch.Tensor, rule: Rule, function: str) -> torch.Tensor:
             factor = torch.tensor(factor, dtype=wide, device=x.device)
         product = (x * factor).to(x.dtype)
         return swap(x.detach(), torch.where(factor == 0, x.detach(), product), function)
-    return _applied(_variant(Gated, GatedUnderTransforms, function), x, rule)
+    return _applied(_variant(TracedGate, TransformedGate, function), x, rule)
 
 
 def _variant(

@@ -1,6 +1,6 @@
-"""An index, read once: what is left of x as a view, which dimensions run backwards, which tensors choose in it.
+"""What the user wrote: the index, parsed once, and the value, with its dtype, device and shape.
 
-torch applies an index in two steps, and so does this room. The basic part (ints, slices, None, ellipsis) is a view;
+torch applies an index in two steps, and so does this file. The basic part (ints, slices, None, ellipsis) is a view;
 masks and index tensors then choose entries of that view. Where numpy, and with it JAX, sees an int beside an index
 tensor as an index tensor too, torch sees a view; torch's rule holds here.
 """
@@ -17,13 +17,11 @@ from gradgate._names import describe
 from gradgate._torch_compat import inside_functorch
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 
-__all__ = ["Chooser", "Mode", "Reading", "check_mode", "out_of_range", "read"]
-
 Mode = Literal["raise", "drop", "clip"]
 _MODES = ("raise", "drop", "clip")
 
 
-class Chooser(NamedTuple):
+class AdvancedIndex(NamedTuple):
     """A mask or an index tensor, and the dimension that it speaks of: of the view, and of x for messages."""
 
     dim: int
@@ -31,7 +29,7 @@ class Chooser(NamedTuple):
     tensor: torch.Tensor
 
 
-class Reading(NamedTuple):
+class ParsedIndex(NamedTuple):
     """What an index says about a tensor of one shape.
 
     Attributes:
@@ -44,8 +42,8 @@ class Reading(NamedTuple):
 
     basic: tuple[Any, ...]
     backwards: tuple[int, ...]
-    masks: tuple[Chooser, ...]
-    indices: tuple[Chooser, ...]
+    masks: tuple[AdvancedIndex, ...]
+    indices: tuple[AdvancedIndex, ...]
     missed: tuple[int, ...]
 
     def view_of(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +89,7 @@ def check_mode(mode: str) -> None:
         )
 
 
-def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> Reading:
+def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> ParsedIndex:
     """Read an index.
 
     Args:
@@ -108,13 +106,13 @@ def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> R
         ArgumentIndexError: It has too many parts, an int is out of range, or a mask does not fit.
     """
     if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.device == device and len(shape):
-        return Reading((), (), (), (Chooser(0, 0, index),), ())  # the commonest one, at once
+        return ParsedIndex((), (), (), (AdvancedIndex(0, 0, index),), ())  # the commonest one, at once
     items = [_as_item(item, device) for item in (index if isinstance(index, tuple) else (index,))]
     items = _without_ellipsis(items, shape)
     basic: list[Any] = []
     backwards: list[int] = []
-    masks: list[Chooser] = []
-    indices: list[Chooser] = []
+    masks: list[AdvancedIndex] = []
+    indices: list[AdvancedIndex] = []
     missed: list[int] = []
     dim = 0  # of x
     width = 0  # dimensions of the view so far
@@ -122,12 +120,12 @@ def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> R
         if isinstance(item, torch.Tensor) and item.dtype is torch.bool:
             _check_mask(item, shape, dim)
             # A mask without dimensions answers for a new dimension of size 1, as in torch.
-            masks.append(Chooser(width, dim, item if item.dim() else item.reshape(1)))
+            masks.append(AdvancedIndex(width, dim, item if item.dim() else item.reshape(1)))
             basic += [slice(None)] * item.dim() if item.dim() else [None]
             dim += item.dim()
             width += max(item.dim(), 1)
         elif isinstance(item, torch.Tensor):
-            indices.append(Chooser(width, dim, item))
+            indices.append(AdvancedIndex(width, dim, item))
             basic.append(slice(None))
             dim, width = dim + 1, width + 1
         elif item is None:
@@ -145,7 +143,7 @@ def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> R
             dim += 1
     while basic and basic[-1] == slice(None):
         basic.pop()  # says nothing
-    return Reading(tuple(basic), tuple(backwards), tuple(masks), tuple(indices), tuple(missed))
+    return ParsedIndex(tuple(basic), tuple(backwards), tuple(masks), tuple(indices), tuple(missed))
 
 
 def out_of_range(function: str, index: int, dim: int, size: int) -> ArgumentIndexError:
@@ -171,7 +169,7 @@ def out_of_range(function: str, index: int, dim: int, size: int) -> ArgumentInde
 def _as_item(item: Any, device: torch.device) -> Any:
     """Give an int, a slice, None, Ellipsis, or a tensor that is bool or int64."""
     if isinstance(item, torch.Tensor):
-        return _as_chooser(item, device)
+        return _as_advanced_index(item, device)
     if item is None or item is Ellipsis or isinstance(item, slice):
         return item
     if hasattr(item, "__index__") and not isinstance(item, bool) and not hasattr(item, "__len__"):
@@ -181,10 +179,10 @@ def _as_item(item: Any, device: torch.device) -> Any:
     except (TypeError, ValueError, RuntimeError):
         raise _no_index(item) from None
     # An empty list has no dtype of its own; as an index it is one of no entries.
-    return _as_chooser(tensor.long() if not tensor.numel() and tensor.is_floating_point() else tensor, device)
+    return _as_advanced_index(tensor.long() if not tensor.numel() and tensor.is_floating_point() else tensor, device)
 
 
-def _as_chooser(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _as_advanced_index(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.dtype is torch.uint8:
         raise ArgumentTypeError(
             f"at(x)[...]: an index is {describe(tensor)}.",
@@ -273,3 +271,121 @@ def _in_range(item: int, shape: Sequence[int], dim: int, mode: str) -> int | Non
     if mode == "clip" and size:
         return min(max(place, 0), size - 1)
     raise out_of_range("at(x)[...]", item, dim, size)
+
+
+# --- Values ---------------------------------------------------------------------------------------------------------
+
+
+def as_value(value: Any, x: torch.Tensor, *, function: str) -> torch.Tensor:
+    """Give a value as a tensor of the dtype and on the device of x.
+
+    A value may be cast where no kind of information is lost: bool to int to float to complex, and between widths of
+    one kind. The other direction (a float into an integer tensor) would round in silence.
+
+    Args:
+        value: A number, a tensor, or what `torch.as_tensor` takes.
+        x: What it is written into.
+        function: The call, for messages.
+
+    Returns:
+        The tensor; its gradient flows back to the value, in the value's dtype.
+
+    Raises:
+        ArgumentTypeError: It is no number or tensor, or of a kind that x cannot hold.
+        ArgumentValueError: It is too large for the dtype of x, or on another device.
+    """
+    if type(value) in (bool, int, float, complex):
+        return _number(value, x, function)
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.as_tensor(value, device=x.device)
+        except (TypeError, ValueError, RuntimeError):
+            raise ArgumentTypeError(
+                f"{function}: the value is {describe(value)}.",
+                why="what is written into a tensor is a number or a tensor.",
+                fix=f"{function.split('(')[0]}(torch.as_tensor(value))",
+            ) from None
+    if _kind(value.dtype) > _kind(x.dtype):
+        raise _wrong_kind(describe(value), x, function, "v.to(x.dtype)")
+    # A 0-dim CPU tensor counts as a number everywhere in torch; so it does here.
+    if value.device != x.device and (value.dim() or value.device.type != "cpu"):
+        raise ArgumentValueError(
+            f"{function}: the value is on {value.device}, x is on {x.device}.",
+            why="moving it here would copy in every call.",
+            fix="v.to(x.device)",
+        )
+    if value.dtype is not x.dtype or value.device != x.device:
+        value = value.to(x.device, x.dtype)
+    written: torch.Tensor = value
+    return written
+
+
+def fit(
+    value: torch.Tensor, shape: Sequence[int], *, function: str, spoken: Sequence[object] | None = None
+) -> torch.Tensor:
+    """Broadcast a value to the shape of the selection.
+
+    Args:
+        value: The value.
+        shape: The shape of `x[idx]`.
+        function: The call, for messages.
+        spoken: How to call that shape in a message, where not all of it is known.
+
+    Returns:
+        The value, expanded.
+
+    Raises:
+        ArgumentValueError: It does not broadcast.
+    """
+    if value.shape == shape:
+        return value
+    given = tuple(value.shape)
+    while value.dim() > len(shape) and value.shape[0] == 1:
+        value = value[0]  # as in torch's own assignment
+    if value.dim() <= len(shape) and all(
+        mine in (1, wanted) for mine, wanted in zip(reversed(value.shape), reversed(shape), strict=False)
+    ):
+        return value.expand(tuple(shape))
+    raise ArgumentValueError(
+        f"{function}: the value has shape {given}, the selection has shape ({_written(spoken or shape)}).",
+        why="each selected element needs exactly one value; a value broadcasts to the selection, never the reverse.",
+        fix=_shape_fix(value, shape),
+    )
+
+
+def _written(shape: Sequence[object]) -> str:
+    return f"{shape[0]}," if len(shape) == 1 else ", ".join(map(str, shape))
+
+
+def _shape_fix(value: torch.Tensor, shape: Sequence[int]) -> str:
+    if 0 < value.dim() < len(shape) and tuple(value.shape) == tuple(shape[: value.dim()]):
+        return f"v.reshape({', '.join(map(str, value.shape))}{', 1' * (len(shape) - value.dim())})"
+    return f"v.expand({', '.join(map(str, shape))})   # after making its shape fit"
+
+
+def _number(value: complex, x: torch.Tensor, function: str) -> torch.Tensor:
+    if [bool, int, float, complex].index(type(value)) > _kind(x.dtype):
+        raise _wrong_kind(describe(value), x, function, "gg.at(x.to(torch.float32))   # or a value of the kind of x")
+    try:
+        if _kind(x.dtype) == 1 and value.real < torch.iinfo(x.dtype).min:  # torch itself makes 255 of -1
+            raise OverflowError
+        return torch.tensor(value, dtype=x.dtype, device=x.device)
+    except (RuntimeError, ValueError, OverflowError):
+        raise ArgumentValueError(
+            f"{function}: {value} does not fit into {str(x.dtype).removeprefix('torch.')}.",
+            why="it would wrap around in silence.",
+            fix="gg.at(x.long())   # or a value in range",
+        ) from None
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """Order the kinds of numbers: bool, int, float, complex; each can be written as any later one."""
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
+
+
+def _wrong_kind(what: str, x: torch.Tensor, function: str, fix: str) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"{function}: the value is {what}, x is {describe(x)}.",
+        why="it cannot be written there without losing what kind of number it is; the result keeps the dtype of x.",
+        fix=fix,
+    )

@@ -1,4 +1,4 @@
-"""The entries that index tensors choose: where they are, which name the same place, and how to write them back.
+"""Writing at the places that index tensors choose: where they are, which entries name the same one, and how to write.
 
 An *entry* is one combination of the index tensors; it chooses one place of their dimensions, and with it a block of
 the others. Several entries may name one place. Then one of them, the *speaker*, writes for all: the last that is in
@@ -9,42 +9,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from gradgate import _kernels
-from gradgate._torch_compat import has_data
-from gradgate.edits._reading import Chooser, out_of_range
-from gradgate.errors import ArgumentValueError
+from gradgate._names import describe
+from gradgate._torch_compat import has_data, inside_functorch
+from gradgate.edits._index import AdvancedIndex, ParsedIndex, as_value, fit, out_of_range
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["Places"]
+# --- Entries of index tensors ---------------------------------------------------------------------------------------
+
 
 Done = TypeVar("Done")
 
 
-class Places:
+class Scatter:
     """The places of a view that index tensors choose.
 
     Args:
-        choosers: The index tensors, each with its dimension of the view.
+        advanced_indices: The index tensors, each with its dimension of the view.
         view: The view itself.
         mode: What to do with what is out of range.
         unique: The caller knows that no place is named twice (before any clipping).
     """
 
-    def __init__(self, choosers: Sequence[Chooser], view: torch.Tensor, mode: str, unique: bool) -> None:
-        dims = [chooser.dim for chooser in choosers]
+    def __init__(self, advanced_indices: Sequence[AdvancedIndex], view: torch.Tensor, mode: str, unique: bool) -> None:
+        dims = [advanced.dim for advanced in advanced_indices]
         rest = [dim for dim in range(view.dim()) if dim not in dims]
-        self.choosers = choosers
+        self.advanced_indices = advanced_indices
         self.sizes = [view.shape[dim] for dim in dims]
         self.order = dims + rest
         self.block = [view.shape[dim] for dim in rest]
-        self.entries = _broadcast(choosers)
+        self.entries = _broadcast(advanced_indices)
         self.count = math.prod(self.entries)
-        self.front = _front(choosers, view.dim())
+        self.front = _front(advanced_indices, view.dim())
         self.unique = (unique and mode == "raise") or self.count <= 1
-        self.indices = [_flat(chooser.tensor, self.entries) for chooser in choosers]
+        self.indices = [_flat(advanced.tensor, self.entries) for advanced in advanced_indices]
         self.inside: torch.Tensor | None = None
         if mode == "drop":
             self.inside = torch.ones(self.count, dtype=torch.bool, device=view.device)
@@ -132,7 +134,7 @@ class Places:
         rows = torch.where(rows == best.gather(0, place), rows, rows.detach())
         return old.scatter_reduce(0, place, rows, which)[: self.count]
 
-    def rounds(self) -> list[Places]:
+    def rounds(self) -> list[Scatter]:
         """Give the entries in as many parts as some place is named, no place twice in a part."""
         inside = self.inside
         if inside is None and self.alone():
@@ -175,15 +177,15 @@ class Places:
             raise
 
     def _explain(self) -> None:
-        for chooser, size in zip(self.choosers, self.sizes, strict=True):
-            if has_data(chooser.tensor):
-                wrong = chooser.tensor[(chooser.tensor < -size) | (chooser.tensor >= size)]
+        for advanced, size in zip(self.advanced_indices, self.sizes, strict=True):
+            if has_data(advanced.tensor):
+                wrong = advanced.tensor[(advanced.tensor < -size) | (advanced.tensor >= size)]
                 if wrong.numel():
-                    raise out_of_range("at(x)[...]", int(wrong[0]), chooser.dim_of_x, size)
+                    raise out_of_range("at(x)[...]", int(wrong[0]), advanced.dim_of_x, size)
 
-    def _only(self, chosen: torch.Tensor) -> Places:
+    def _only(self, chosen: torch.Tensor) -> Scatter:
         """Give the same places with some of the entries, as one row of entries, none twice."""
-        less = object.__new__(Places)
+        less = object.__new__(Scatter)
         less.__dict__.update(self.__dict__)
         less.indices = [i[chosen] for i in self.indices]
         less.count = len(less.indices[0])
@@ -241,10 +243,10 @@ def _moved(tensor: torch.Tensor, start: int, end: int, width: int) -> torch.Tens
     return tensor.movedim(tuple(range(start, start + width)), tuple(range(end, end + width)))
 
 
-def _broadcast(choosers: Sequence[Chooser]) -> tuple[int, ...]:
-    if len(choosers) == 1:  # torch's own function takes its time
-        return tuple(choosers[0].tensor.shape)
-    shapes = [tuple(chooser.tensor.shape) for chooser in choosers]
+def _broadcast(advanced_indices: Sequence[AdvancedIndex]) -> tuple[int, ...]:
+    if len(advanced_indices) == 1:  # torch's own function takes its time
+        return tuple(advanced_indices[0].tensor.shape)
+    shapes = [tuple(advanced.tensor.shape) for advanced in advanced_indices]
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -255,14 +257,165 @@ def _broadcast(choosers: Sequence[Chooser]) -> tuple[int, ...]:
         ) from None
 
 
-def _front(choosers: Sequence[Chooser], width: int) -> int:
+def _front(advanced_indices: Sequence[AdvancedIndex], width: int) -> int:
     """Find how many other dimensions stand before the entries in `view[index]`.
 
     An index tensor without dimensions chooses like an int: its dimension is gone before the question is asked.
     """
-    if len(choosers) == 1:
-        return choosers[0].dim
-    kept = [dim for dim in range(width) if dim not in (c.dim for c in choosers if not c.tensor.dim())]
-    spots = [kept.index(c.dim) for c in choosers if c.tensor.dim()]
+    if len(advanced_indices) == 1:
+        return advanced_indices[0].dim
+    kept = [dim for dim in range(width) if dim not in (c.dim for c in advanced_indices if not c.tensor.dim())]
+    spots = [kept.index(c.dim) for c in advanced_indices if c.tensor.dim()]
     together = spots and spots == list(range(spots[0], spots[0] + len(spots)))
     return spots[0] if together else 0
+
+
+# --- What each edit does --------------------------------------------------------------------------------------------
+
+
+Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+OnEntries = Callable[[Scatter, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def second(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Take the value: the rule of `set`."""
+    return value
+
+
+def smaller(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Take the smaller of two; equal ones share the gradient, and of a NaN neither gets any, as in JAX."""
+    return _chosen(torch.minimum, old, value)
+
+
+def larger(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Take the larger of two; equal ones share the gradient, and of a NaN neither gets any, as in JAX."""
+    return _chosen(torch.maximum, old, value)
+
+
+def _chosen(rule: Binary, old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    best = rule(old.detach(), value.detach())
+    # torch's own gradient at a NaN is 1 for both, also for the one that is a number.
+    return rule(torch.where(old == best, old, old.detach()), torch.where(value == best, value, value.detach()))
+
+
+def subtracted(places: Scatter, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Add the negative."""
+    return places.add(view, -rows)
+
+
+def with_product(pair: Binary) -> OnEntries:
+    """Apply a rule once, with the product of all values of a place: (x / a) / b is x / (a * b)."""
+
+    def on_places(places: Scatter, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return places.put(view, pair(places.take(view), places.product(rows)))
+
+    return on_places
+
+
+def with_extreme(which: str) -> OnEntries:
+    """Take the smallest ("amin") or largest ("amax") of a place."""
+
+    def on_places(places: Scatter, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return places.put(view, places.extreme(places.take(view), rows, which))
+
+    return on_places
+
+
+def advanced_indices(parsed: ParsedIndex, view: torch.Tensor) -> Sequence[AdvancedIndex]:
+    """Give all masks and index tensors as index tensors, in the order of their dimensions."""
+    if not parsed.masks:
+        return parsed.indices
+    found = list(parsed.indices)
+    for mask in parsed.masks:
+        found += [
+            AdvancedIndex(mask.dim + offset, mask.dim_of_x + offset, places)
+            for offset, places in enumerate(mask.tensor.nonzero(as_tuple=True))
+        ]
+    return sorted(found, key=lambda advanced: advanced.dim)
+
+
+def under_mask(mask: AdvancedIndex, view: torch.Tensor, value: torch.Tensor, pair: Binary, function: str) -> Any:
+    """Edit under one mask without asking how many are True, if no True element has a value of its own; else None."""
+    width = mask.tensor.dim()
+    after = view.dim() - mask.dim - width
+    lead = value.shape[: max(value.dim() - after - 1, 0)]
+    if value.dim() > after and value.shape[len(lead)] != 1:
+        return None
+    if value.dim() > after:
+        value = value.reshape([*lead, *[1] * width, *value.shape[len(lead) + 1 :]])
+    here = mask.tensor.reshape([*mask.tensor.shape, *[1] * after]) if after else mask.tensor
+    if pair is second and not value.dim() and not inside_functorch():  # vmap has no rule for masked_fill
+        return view.masked_fill(here, value)
+    known = [*view.shape[: mask.dim], "number of True", *view.shape[mask.dim + width :]]
+    value = fit(value, view.shape, function=function, spoken=known)
+    if pair is second:
+        return torch.where(here, value, view)
+    # Elsewhere the rule sees 1 and 1, so that no value there can make a NaN of a gradient that is 0.
+    one = torch.ones((), dtype=view.dtype, device=view.device)
+    return torch.where(here, pair(torch.where(here, view, one), torch.where(here, value, one)), view)
+
+
+def called(fn: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Call the function of `apply` on a copy, which it may overwrite, and make its result fit."""
+    function = "at(x)[...].apply()"
+    if not callable(fn):
+        raise ArgumentTypeError(
+            f"{function}: `fn` is {describe(fn)}.",
+            why="it is called with the chosen values.",
+            fix="gg.at(x)[idx].apply(torch.relu)   # .set(v) puts a value",
+        )
+    return fit(as_value(fn(values.clone()), x, function=function), values.shape, function=function)
+
+
+def check_kind(name: str, x: torch.Tensor, function: str) -> None:
+    """Refuse what is not defined for the kind of numbers in x."""
+    if name in ("min", "max") and x.is_complex():
+        raise _undefined(function, x, "complex numbers have no order.", "gg.at(x.abs())")
+    if name == "divide" and not (x.is_floating_point() or x.is_complex()):
+        raise _undefined(
+            function, x, "a quotient is no integer, and the result keeps the dtype of x.", "gg.at(x.float())"
+        )
+    if name in ("subtract", "power") and x.dtype is torch.bool:
+        raise _undefined(function, x, "torch does not define it for booleans.", "gg.at(x.long())")
+
+
+def in_place(sign: str, name: str) -> ArgumentTypeError:
+    """Make the error of an assignment such as `at(x)[idx] += v`."""
+    return ArgumentTypeError(
+        f"at(x)[idx] {sign}= v works in place.",
+        why="at() never touches x; an edit gives a new tensor.",
+        fix=f"y = gg.at(x)[idx].{name}(v)",
+    )
+
+
+def _undefined(function: str, x: torch.Tensor, why: str, fix: str) -> ArgumentTypeError:
+    return ArgumentTypeError(f"{function}: `x` is {describe(x)}.", why=why, fix=fix)
+
+
+# --- Whole rows by one index tensor ---------------------------------------------------------------------------------
+
+
+def with_rows(x: torch.Tensor, index: Any, rows: Any, unique: bool) -> torch.Tensor | None:
+    """Give x with other rows, if all is plain and well.
+
+    Args:
+        x: The tensor.
+        index: Which rows, perhaps.
+        rows: What they become, perhaps.
+        unique: No row is named twice.
+
+    Returns:
+        The new tensor; None if something is wrong or not as usual, so that a closer look is needed.
+    """
+    if not (isinstance(index, torch.Tensor) and isinstance(rows, torch.Tensor)):
+        return None
+    if index.dtype is not torch.int64 or index.dim() != 1 or not x.dim() or rows.dtype is not x.dtype:
+        return None
+    if rows.shape != (index.shape[0], *x.shape[1:]) or not _kernels.usable(index):
+        return None
+    if not unique and _kernels.repeats(index, x.shape[0]):
+        return None
+    try:
+        return x.index_put((index,), rows)
+    except (IndexError, RuntimeError):  # out of range, or on several devices
+        return None

@@ -1,0 +1,573 @@
+"""Is autograd recording? `grad_mode` switches it by a flag: as a call, a block or a decorator, and restores it.
+
+An entry is made when a mode is entered: what was in force before, and whether the new mode is locked. So the modes
+themselves have no state: one object can be reused, nested in itself and shared, and blocks that end out of order
+still leave in the end what was there in the beginning.
+
+**The lock.** `torch.set_grad_enabled` switches in its constructor, before anybody can say whether it is a block or
+a bare call. While at least one lock is alive anywhere, its constructor is replaced by one that, in a locked thread,
+only notes what was asked for. Blocks and decorators still work, because they switch in `__enter__`. torch's own
+bare calls (`optimizer.step()`, `no_grad.__enter__`) pass: they come in pairs that restore.
+
+**What pauses** in the middle of a thread - a generator, a coroutine, a task - has a mode and entries of its own, in
+force only while it runs. A block held over an `await` belongs to its asyncio task; `Handle._run` says when a task
+pauses, and is wrapped only as long as such a block is open. Loops without asyncio's own handles (uvloop) are not
+covered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+import threading
+import types
+from asyncio import _get_running_loop as running_loop
+from collections.abc import AsyncGenerator, Callable, Generator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+from torch import set_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from gradgate._names import describe
+from gradgate._torch_compat import read_grad_mode, write_grad_mode
+from gradgate.errors import ArgumentTypeError
+
+__all__ = ["carry_mode", "grad_mode"]
+
+
+# --- What is to be restored -----------------------------------------------------------------------------------------
+
+
+Entry = tuple[bool, bool, object]
+"""Whether autograd recorded before, whether the mode entered is locked, and that mode (None for a strand's own)."""
+
+
+class _Current(threading.local):
+    """The entries in force in this thread, and the strand that they belong to, if it is not the thread itself."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.strand: Any = None
+
+
+current = _Current()
+
+
+def is_locked() -> bool:
+    """Tell whether the innermost mode in force here is locked."""
+    return bool(current.entries) and current.entries[-1][1]
+
+
+# --- The lock -------------------------------------------------------------------------------------------------------
+
+
+locks: list[None] = []
+"""One item for each lock that is alive in any thread."""
+_switch_at_once = set_grad_enabled.__init__
+
+
+def _note_only_when_locked(self: set_grad_enabled, mode: bool) -> None:
+    if is_locked() and not _is_torch(sys._getframe(1).f_globals.get("__name__", "")):
+        self.prev = read_grad_mode()
+        self.mode = mode
+    else:
+        _switch_at_once(self, mode)
+
+
+def _is_torch(module: str) -> bool:
+    return module == "torch" or module.startswith("torch.")
+
+
+def open_lock() -> None:
+    """Count one more lock; with the first, torch's constructor is replaced."""
+    locks.append(None)
+    _follow_locks()
+
+
+def close_lock() -> None:
+    """Count one lock less; with the last one anywhere, torch is as it was."""
+    locks.pop()
+    _follow_locks()
+
+
+def _follow_locks() -> None:
+    # Without a mutex, which an interrupt could leave locked for ever. Whoever writes looks again afterwards, so that
+    # the last one to write, whatever threads did in between, has seen that it fits.
+    while (set_grad_enabled.__init__ is _note_only_when_locked) is not bool(locks):
+        set_grad_enabled.__init__ = _note_only_when_locked if locks else _switch_at_once  # type: ignore[method-assign]
+
+
+# --- What pauses: generators, coroutines, tasks ---------------------------------------------------------------------
+
+
+class Strand:
+    """One flow of execution: entered when it goes on, left when it pauses.
+
+    `loop` is the event loop that it last went on in, if any: a task of a loop further in is not inside this strand.
+
+    Args:
+        recording: Whether autograd records when it first runs.
+        entries: The entries that it starts with.
+        locked: Whether it is in a lock whenever it runs.
+    """
+
+    __slots__ = ("_around", "_locked", "_outer", "_own", "loop")
+
+    def __init__(self, recording: bool, entries: list[Entry], *, locked: bool) -> None:
+        self._own = recording, entries
+        self._locked = locked
+
+    def __enter__(self) -> None:
+        if self._locked:
+            open_lock()
+        self.loop = running_loop()
+        self._around = current.strand
+        self._outer = read_grad_mode(), current.entries
+        current.strand = self
+        write_grad_mode(self._own[0])
+        current.entries = self._own[1]
+
+    def __exit__(self, *_: object) -> None:
+        self._own = read_grad_mode(), current.entries
+        current.strand = self._around
+        write_grad_mode(self._outer[0])
+        current.entries = self._outer[1]
+        if self._locked:
+            close_lock()
+
+
+# --- Blocks held over an await --------------------------------------------------------------------------------------
+
+
+class _TaskStrand(Strand):
+    __slots__ = ("task",)
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        super().__init__(read_grad_mode(), [], locked=False)
+        self.task = task
+
+
+bound_tasks: dict[asyncio.Task[Any], _TaskStrand] = {}
+"""The tasks that hold a block."""
+_changing = threading.Lock()
+_run_handle = asyncio.Handle._run
+
+
+def bind_task() -> None:
+    """Make the running task a strand of its own, unless it is in one: it is about to enter a block."""
+    task = asyncio.current_task()
+    if task is None or (current.strand is not None and current.strand.loop is running_loop()):
+        return
+    strand = _TaskStrand(task)
+    strand.__enter__()
+    with _changing:
+        bound_tasks[task] = strand
+        asyncio.Handle._run = _run_in_its_mode  # type: ignore[assignment, method-assign]
+
+
+def release_task() -> None:
+    """Take the running task out of its strand, if it is in one: it has left its last block."""
+    strand = current.strand
+    if not isinstance(strand, _TaskStrand):
+        return
+    strand.__exit__()
+    with _changing:
+        del bound_tasks[strand.task]
+        if not bound_tasks:
+            asyncio.Handle._run = _run_handle  # type: ignore[method-assign]
+
+
+def _run_in_its_mode(handle: asyncio.Handle) -> None:
+    # The step in which a task opened its first block began outside of this wrapper: nobody has paused it yet.
+    _pause_task()
+    # Each step of a task is a bound method of it, the first one and the wake-ups alike.
+    task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+    strand = bound_tasks.get(task) if isinstance(task, asyncio.Task) else None
+    if strand is not None:
+        strand.__enter__()
+    try:
+        _run_handle(handle)
+    finally:
+        _pause_task()
+
+
+def _pause_task() -> None:
+    if isinstance(current.strand, _TaskStrand):
+        current.strand.__exit__()
+
+
+# --- Functions of every kind ----------------------------------------------------------------------------------------
+
+
+Function = Callable[..., Any]
+
+DEFERRED = frozenset({types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType})
+"""What a call can give back before its body has run."""
+
+
+def in_scope(scope: _Scope, fn: Function) -> Function:
+    """Wrap a function of any kind so that its body runs in the mode.
+
+    Args:
+        scope: The mode.
+        fn: A function, generator function, `async def`, async generator function, or any other callable.
+
+    Returns:
+        A function of the same kind.
+    """
+    if inspect.iscoroutinefunction(fn):
+        return _coroutine_in(scope, fn)
+    if inspect.isasyncgenfunction(fn):
+        return _async_generator_in(scope, fn)
+    if inspect.isgeneratorfunction(fn):
+        return _generator_in(scope, fn)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with scope:
+            result = fn(*args, **kwargs)
+        return drive(scope, result) if type(result) in DEFERRED else result
+
+    return wrapped
+
+
+def drive(scope: _Scope, deferred: Any) -> Any:
+    """Run a generator, a coroutine or an async generator in the mode, step by step.
+
+    Args:
+        scope: The mode.
+        deferred: One of the kinds in DEFERRED.
+
+    Returns:
+        One of the same kind.
+    """
+    kinds = {types.GeneratorType: _generator_in, types.CoroutineType: _coroutine_in}
+    wrap = kinds.get(type(deferred), _async_generator_in)
+    return wrap(scope, lambda: deferred)()
+
+
+def _strand(scope: _Scope) -> Strand:
+    # The first entry stands for the scope itself: what the body enters and leaves comes above it.
+    return Strand(scope.flag, [(scope.flag, scope.locked, None)], locked=scope.locked)
+
+
+def _steps(strand: Strand, inner: Any) -> Generator[Any, Any, Any]:
+    """Pass values, exceptions and close on to something that has send, throw and close, each in its strand."""
+    resume: Callable[[], Any] = functools.partial(inner.send, None)
+    while True:
+        try:
+            with strand:
+                given = resume()
+        except StopIteration as stop:
+            return stop.value
+        try:
+            sent = yield given
+        except GeneratorExit:
+            with strand:
+                inner.close()
+            raise
+        except BaseException as error:  # noqa: BLE001 - handed to the body, which decides
+            resume = functools.partial(inner.throw, error)
+        else:
+            resume = functools.partial(inner.send, sent)
+
+
+# What a coroutine awaits is stepped by send, throw and close too.
+_awaited_steps = types.coroutine(_steps)
+
+
+def _generator_in(scope: _Scope, fn: Function) -> Function:
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        return (yield from _steps(_strand(scope), fn(*args, **kwargs)))
+
+    return wrapped
+
+
+def _coroutine_in(scope: _Scope, fn: Function) -> Function:
+    @functools.wraps(fn)
+    async def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return await _awaited_steps(_strand(scope), fn(*args, **kwargs))
+
+    return wrapped
+
+
+def _async_generator_in(scope: _Scope, fn: Function) -> Function:
+    @functools.wraps(fn)
+    async def wrapped(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        inner, strand = fn(*args, **kwargs), _strand(scope)
+        step = inner.asend(None)
+        while True:
+            try:
+                given = await _awaited_steps(strand, step)
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield given
+            except GeneratorExit:
+                await _awaited_steps(strand, inner.aclose())
+                raise
+            except BaseException as error:  # noqa: BLE001 - handed to the body, which decides
+                step = inner.athrow(error)
+            else:
+                step = inner.asend(sent)
+
+    return wrapped
+
+
+# --- What users call ------------------------------------------------------------------------------------------------
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+# One item for each unlocked entry that was pushed, in any thread: mostly there is none.
+_unlocked_entries: list[None] = []
+
+
+class _Scope:
+    """A mode, ready to be entered; what to restore is kept apart, so one object serves everybody."""
+
+    __slots__ = ("flag",)
+    locked = False
+
+    def __init__(self, flag: bool) -> None:
+        self.flag = flag
+
+    def __enter__(self) -> None:
+        # The short way, outside of locks and loops and from a mode that records, has nothing to remember; it is not
+        # taken while anybody has something to remember, so that __exit__ can tell the two apart.
+        if locks or _unlocked_entries or running_loop() is not None or not read_grad_mode():
+            _unlocked_entries.append(None)
+            _push(self)
+        write_grad_mode(self.flag)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if _unlocked_entries and current.entries and current.entries[-1][2] is self:
+            _unlocked_entries.pop()
+            _pop()
+        else:
+            write_grad_mode(True)
+
+    def __call__(self, fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        _check_decorated(fn, self.flag)
+        return in_scope(self, fn)
+
+    def __repr__(self) -> str:
+        return f"grad_mode({self.flag}, locked={self.locked})"
+
+
+class _LockedScope(_Scope):
+    """The same, and a bare `torch.set_grad_enabled(...)` inside does not change the mode."""
+
+    __slots__ = ()
+    locked = True
+
+    def __enter__(self) -> None:
+        open_lock()
+        _push(self)
+        write_grad_mode(self.flag)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _pop()
+        close_lock()
+
+
+def _push(scope: _Scope) -> None:
+    if running_loop() is not None:
+        bind_task()
+    current.entries.append((read_grad_mode(), scope.locked, scope))
+
+
+def _pop() -> None:
+    entries = current.entries
+    # There is none when a paused generator is thrown away and whoever finds it closes its blocks.
+    if entries:
+        write_grad_mode(entries.pop()[0])
+    if not entries and bound_tasks:
+        release_task()
+
+
+_ON, _OFF = _Scope(True), _Scope(False)
+_LOCKED_ON, _LOCKED_OFF = _LockedScope(True), _LockedScope(False)
+
+
+class _TracedScope:
+    """The same inside `torch.compile`, where Dynamo follows the switch; there are no threads, tasks or locks there."""
+
+    def __init__(self, flag: bool) -> None:
+        self.flag = flag
+
+    def __enter__(self) -> None:
+        self.recording = read_grad_mode()
+        write_grad_mode(self.flag)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        write_grad_mode(self.recording)
+
+
+@overload
+def grad_mode(flag: bool, fn: None = None, *, locked: bool = True) -> _Scope: ...
+@overload
+def grad_mode(flag: bool, fn: Callable[[], Result], *, locked: bool = True) -> Result: ...
+def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool = True) -> Any:
+    """Switch gradient recording by a flag, for one call, one block or one function, and restore it afterwards.
+
+    `grad_mode(flag, fn)` runs `fn()` in the mode and gives its result; `with grad_mode(flag):` is the same as a block;
+    `@grad_mode(flag)` the same on a function, generator, `async def` or async generator.
+
+    The mode that was in force comes back also when the body raises. Blocks nest and the innermost wins; one object may
+    be reused, nested in itself and shared between threads. The mode belongs to this thread - and inside asyncio to this
+    task: another task never sees it, not even while this one awaits. As with `torch.no_grad()`, factory functions with
+    `requires_grad=True` and forward-mode AD are not affected.
+
+    Args:
+        flag: True to record, False not to. Only a bool: a module, a string or a number would be a guess.
+        fn: What to run. If it gives a generator or a coroutine, that runs in the mode too, whenever it is stepped.
+        locked: While the mode is in force, a bare `torch.set_grad_enabled(...)` call in this thread, whoever makes it,
+            does not change it; blocks and decorators inside still work as such. False gives torch's own behaviour, also
+            for a stretch inside a lock.
+
+    Returns:
+        What fn returned; without fn the mode itself, to be used as a block or a decorator.
+
+    Raises:
+        ArgumentTypeError: The flag is not a bool, fn cannot be called, or a class was decorated.
+
+    Examples:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> gg.grad_mode(False, lambda: (weight * 2).requires_grad)
+        False
+        >>> with gg.grad_mode(False):
+        ...     _ = torch.set_grad_enabled(True)  # somebody's bare call: locked, no effect
+        ...     print((weight * 2).requires_grad)
+        False
+    """
+    if flag is not True and flag is not False:
+        raise _flag_error(flag)
+    if fn is None:
+        if is_dynamo_compiling():
+            return _TracedScope(flag)
+        if locked:
+            return _LOCKED_ON if flag else _LOCKED_OFF
+        return _ON if flag else _OFF
+    try:
+        if locked or locks:
+            with grad_mode(flag, locked=locked):
+                result = fn()
+        else:
+            # The same in one piece: nothing can be awaited in between, and nobody else holds this entry.
+            recording = read_grad_mode()
+            write_grad_mode(flag)
+            try:
+                result = fn()
+            finally:
+                write_grad_mode(recording)
+    except TypeError:
+        # Looked at only now: the check would be a tenth of the whole call.
+        if callable(fn):
+            raise
+        raise ArgumentTypeError(
+            f"grad_mode(): `fn` is {describe(fn)}.",
+            why="it is called in the mode, so it has to be a function, not what one has already given.",
+            fix=f"gg.grad_mode({flag}, lambda: model(x))",
+        ) from None
+    if type(result) in DEFERRED:
+        return drive(grad_mode(flag, locked=locked), result)
+    return result
+
+
+def carry_mode(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a function run in this thread's mode wherever it is called.
+
+    Modes belong to threads: what an executor or a thread runs starts with recording on, whatever holds here. The
+    function that this gives can be pickled if fn can.
+
+    Args:
+        fn: A function of any kind.
+
+    Returns:
+        A function that runs fn in the mode (and the lock) that was in force when `carry_mode` was called.
+
+    Raises:
+        ArgumentTypeError: fn cannot be called.
+
+    Examples:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with ThreadPoolExecutor(1) as pool, gg.grad_mode(False):
+        ...     pool.submit(gg.carry_mode(lambda: (weight * 2).requires_grad)).result()
+        False
+    """
+    if not callable(fn):
+        raise ArgumentTypeError(
+            f"carry_mode(): `fn` is {describe(fn)}.",
+            why="it is called later, in another thread, so it has to be a function.",
+            fix="executor.submit(gg.carry_mode(model), x)   # not gg.carry_mode(model(x))",
+        )
+    return functools.update_wrapper(functools.partial(_run_carried, fn, read_grad_mode(), is_locked()), fn)
+
+
+def _run_carried(fn: Callable[..., Any], flag: bool, locked: bool, /, *args: Any, **kwargs: Any) -> Any:
+    return grad_mode(flag, functools.partial(fn, *args, **kwargs), locked=locked)
+
+
+def _flag_error(flag: object) -> ArgumentTypeError:
+    if isinstance(flag, torch.nn.Module):
+        fix = "gg.grad_mode(model.training)"
+    elif isinstance(flag, str):  # bool("False") is True
+        fix = f"gg.grad_mode({flag.strip().lower() not in _NO})"
+    elif inspect.isroutine(flag):
+        fix = "@gg.grad_mode(False)   # the decorator needs its flag, also where it is the only argument"
+    elif flag is None:
+        fix = "gg.grad_mode(False)   # or True"
+    else:
+        fix = _as_flag(flag)
+    return ArgumentTypeError(
+        f"grad_mode(): `flag` is {describe(flag)}.",
+        why="recording is either on or off; anything but True or False would be a guess.",
+        fix=fix,
+    )
+
+
+_NO = {"", "0", "false", "no", "off", "none", "eval", "val", "valid", "validation", "test", "predict", "inference"}
+
+
+def _as_flag(flag: object) -> str:
+    try:
+        return f"gg.grad_mode({bool(flag)})"
+    except (TypeError, ValueError, RuntimeError):  # a tensor or an array of several
+        return ""
+
+
+def _check_decorated(fn: object, flag: bool) -> None:
+    if inspect.isclass(fn):
+        raise ArgumentTypeError(
+            f"@grad_mode({flag}) stands on {describe(fn)}.",
+            why="it could mean its constructor or all of its methods.",
+            fix=f"@gg.grad_mode({flag})\ndef forward(self, x): ...   # on each method that is meant",
+        )
+    if isinstance(fn, classmethod | staticmethod):
+        names = ", ".join(inspect.signature(fn.__func__).parameters)
+        raise ArgumentTypeError(
+            f"@grad_mode({flag}) stands on a {type(fn).__name__}.",
+            why="that is not a function yet.",
+            fix=f"@{type(fn).__name__}\n@gg.grad_mode({flag})\ndef {fn.__func__.__name__}({names}): ...",
+        )
+    if not callable(fn):
+        raise ArgumentTypeError(
+            f"@grad_mode({flag}) was given {describe(fn)}.",
+            why="only a function can be decorated.",
+            fix=f"gg.grad_mode({flag}, lambda: model(x))   # or: with gg.grad_mode({flag}): ...",
+        )
