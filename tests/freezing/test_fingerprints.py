@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import gradgate as gg
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, FrozenMovedError
-from gradgate.freezing._fingerprints import fingerprint
+from gradgate.freezing._verify import fingerprint
 
 DTYPES = [
     torch.float32,

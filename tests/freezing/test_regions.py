@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gradgate.freezing._fingerprints import fingerprint
-from gradgate.freezing._regions import Elements, Everything, Points, Rows, region_of, union
+from gradgate.freezing._freeze_state import Elements, Everything, Points, Rows, region_of, union
+from gradgate.freezing._verify import fingerprint
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1.5, -3.25, 5e-8]

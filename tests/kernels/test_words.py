@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 from gradgate import _kernels
-from gradgate.freezing._fingerprints import fingerprint
+from gradgate.freezing._verify import fingerprint
 from tests.kernels.test_sums import odd_mask
 
 pytestmark = pytest.mark.skipif(_kernels.library is None, reason="the native kernels are not in force")

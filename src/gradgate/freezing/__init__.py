@@ -17,18 +17,18 @@ frozen things are guarded where values change, in the step itself:
 4. **Statistics** (BatchNorm) of frozen parts stop because the module stays in evaluation mode, whatever `train()` says.
 
 What is held is written on the parameter itself, so optimizers built later meet it, and copies and pickles of the model
-carry it along. Holds are counted: what several handles hold is free when the last one lets go. Every handle keeps a
+carry it along. Holds are counted: what several handles frozen is free when the last one lets go. Every handle keeps a
 checksum, and `verify` proves with it that nothing moved, by whatever way.
 """
 
 from __future__ import annotations
 
-from gradgate.freezing._elements import Pin, pin
 from gradgate.freezing._layers import FreezeHandle, freeze, thaw, train_only
-from gradgate.freezing._proof import assert_frozen
+from gradgate.freezing._pins import Pin, pin
 from gradgate.freezing._rows import RowTraining, merge_rows, train_rows
 from gradgate.freezing._schedule import FreezeSchedule
 from gradgate.freezing._table import Totals, TrainableTable, trainable
+from gradgate.freezing._verify import assert_frozen
 
 __all__ = [
     "freeze",

@@ -1,48 +1,37 @@
-"""Whole parameters that do not move: `freeze`, `train_only`, `thaw`."""
+"""Whole parameters and layers that do not move: `freeze`, `train_only` and `thaw`."""
 
 from __future__ import annotations
 
+import re
 import uuid
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from gradgate._names import describe, listed
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.freezing._fingerprints import Fingerprint, fingerprint
-from gradgate.freezing._holding import ROWS_TOKEN, hold_of, take_hold
-from gradgate.freezing._living import replicated
-from gradgate.freezing._proof import check_not_computed, check_unmoved, computed_by, computed_value
-from gradgate.freezing._regions import Everything
-from gradgate.freezing._selection import (
-    Selector,
-    bare,
-    local_part,
-    named_modules,
-    named_parameters,
-    select,
-    ties_of,
-    with_parents,
-    wording,
+from gradgate._names import describe, listed, nearest
+from gradgate._torch_compat import without_compiled_wrappers
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
+from gradgate.freezing._freeze_state import ROWS_TOKEN, Everything, freeze_state_of, make_freeze_state, replicated
+from gradgate.freezing._verify import (
+    Fingerprint,
+    check_not_computed,
+    check_unmoved,
+    computed_by,
+    computed_value,
+    fingerprint,
 )
-from gradgate.freezing._statistics import (
-    all_tokens,
-    has_statistics,
-    hold_statistics,
-    release_statistics,
-    statistics_of,
-)
-
-__all__ = ["FreezeHandle", "freeze", "freeze_named", "thaw", "train_only"]
 
 
 class FreezeHandle:
     """What one call froze; made by `freeze` and `train_only`.
 
-    As a context manager it thaws at the end of the block. A parameter that several handles hold is free when the
+    As a context manager it thaws at the end of the block. A parameter that several handles frozen is free when the
     last of them has thawed, in whatever order.
 
     Attributes:
@@ -73,7 +62,9 @@ class FreezeHandle:
         self._thawed = False
         synchronised = replicated()
         for parameter in self._parameters.values():
-            take_hold(parameter).freeze(parameter, self._token, label, synchronised=id(parameter) in synchronised)
+            make_freeze_state(parameter).freeze(
+                parameter, self._token, label, synchronised=id(parameter) in synchronised
+            )
         for module in modules.values():
             hold_statistics(module, self._token)
         self.accept()
@@ -84,8 +75,8 @@ class FreezeHandle:
         return not self._thawed and (not self.names or any(map(self._holds, self._parameters.values())))
 
     def _holds(self, parameter: torch.Tensor) -> bool:
-        hold = hold_of(parameter)
-        return hold is not None and self._token in hold.freezes
+        frozen = freeze_state_of(parameter)
+        return frozen is not None and self._token in frozen.freezes
 
     def thaw(self) -> None:
         """Let go: what no other handle holds learns again, as it did before. A second call does nothing.
@@ -99,8 +90,8 @@ class FreezeHandle:
         _check_synchronised(self._parameters, self._token)
         self._thawed = True
         for parameter in self._parameters.values():
-            if (hold := hold_of(parameter)) is not None:
-                hold.thaw(parameter, self._token)
+            if (frozen := freeze_state_of(parameter)) is not None:
+                frozen.thaw(parameter, self._token)
         for module in self._modules.values():
             release_statistics(module, self._token)
 
@@ -300,11 +291,11 @@ def thaw(model: nn.Module, *what: Selector) -> None:
     _check_synchronised({name: known[name] for name in names}, None)
     for name in names:
         parameter = known[name]
-        if (hold := hold_of(parameter)) is not None:
-            for token in set(hold.freezes) - {ROWS_TOKEN}:
-                hold.thaw(parameter, token)
-            for token in list(hold.pins):
-                hold.release(parameter, token)
+        if (frozen := freeze_state_of(parameter)) is not None:
+            for token in set(frozen.freezes) - {ROWS_TOKEN}:
+                frozen.thaw(parameter, token)
+            for token in list(frozen.pins):
+                frozen.release(parameter, token)
     for module in _at_rest(inner, [known[name] for name in names]).values():
         for token in all_tokens(module):
             release_statistics(module, token)
@@ -339,10 +330,10 @@ def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) 
     """Refuse to free what DDP has never heard of: it would learn on each process for itself."""
     known_to_ddp = replicated()
     for name, parameter in parameters.items():
-        hold = hold_of(parameter)
-        if hold is None or hold.synchronised or not hold.learned or id(parameter) not in known_to_ddp:
+        frozen = freeze_state_of(parameter)
+        if frozen is None or frozen.synchronised or not frozen.learned or id(parameter) not in known_to_ddp:
             continue
-        if set(hold.freezes) == {token} or (token is None and set(hold.freezes) - {ROWS_TOKEN}):
+        if set(frozen.freezes) == {token} or (token is None and set(frozen.freezes) - {ROWS_TOKEN}):
             raise ArgumentValueError(
                 f"thaw(): `{name}` was frozen when DistributedDataParallel was built.",
                 why="DDP would not synchronise its gradient, and the processes would drift apart in silence.",
@@ -357,3 +348,257 @@ def _check_flag(statistics: bool, function: str) -> None:
             why="it says whether running statistics stop (True) or run on (False).",
             fix="statistics=False",
         )
+
+
+# --- Who is meant ---------------------------------------------------------------------------------------------------
+
+
+Selector = str | re.Pattern[str] | nn.Module | torch.Tensor | Callable[[str, nn.Parameter], bool]
+
+
+def bare(model: nn.Module, function: str) -> nn.Module:
+    """Give the model itself, without DistributedDataParallel and torch.compile around it.
+
+    Args:
+        model: What the user gave.
+        function: The public function that was called.
+
+    Returns:
+        The model whose names the user knows.
+
+    Raises:
+        ArgumentTypeError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            f"{function}(): `model` is {describe(model)}.",
+            why="names and patterns are looked up in a torch.nn.Module.",
+            fix=f"{function}(model, parameter)   # the model first; a tensor of its own: gg.pin(tensor, ...)",
+        )
+    while True:
+        inner = without_compiled_wrappers(model.module if isinstance(model, DistributedDataParallel) else model)
+        if inner is model:
+            return model
+        model = inner
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Give every parameter under every name it has, in the model's order; tied ones come several times."""
+    return {
+        name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Give every module under every name it has."""
+    return {
+        name.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip("."): module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if without_compiled_wrappers(module) is module
+    }
+
+
+def select(model: nn.Module, what: Sequence[Selector], function: str) -> list[str]:
+    """Give the names of all parameters that any of the selectors means; with no selector, all of them.
+
+    A glob or a regex means a parameter if it matches the parameter's full name or that of a module around it. The
+    order of the selectors does not matter, and what several of them mean is taken once.
+
+    Args:
+        model: The bare model.
+        what: The selectors.
+        function: The public function that was called.
+
+    Returns:
+        The names in the model's order; a parameter that is chosen under one of its names is there under all.
+
+    Raises:
+        NothingMatchedError: A selector means nothing in this model.
+        ArgumentTypeError: A selector is of another kind.
+    """
+    known = named_parameters(model)
+    chosen: set[int] = set()
+    for selector in what:
+        found = {id(known[name]) for name in _matched(model, known, selector, function)}
+        if not found:
+            raise _nothing(model, known, selector, function)
+        chosen |= found
+    if not known:
+        raise _nothing(model, known, "*", function)
+    return [name for name, parameter in known.items() if not what or id(parameter) in chosen]
+
+
+def ties_of(known: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    """Find the parameters that share memory: one object under several names, or several objects over one storage.
+
+    Args:
+        known: Every parameter under every name.
+
+    Returns:
+        For each name that is tied: the other names, in the model's order.
+    """
+    pieces: dict[object, list[tuple[int, int, str]]] = {}
+    for name, parameter in known.items():
+        part = local_part(parameter)
+        reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        start = int(part.storage_offset()) * part.element_size()
+        stop = start + (reach + 1) * part.element_size()
+        storage = part.untyped_storage().data_ptr() if part.numel() else f"empty {id(parameter)}"
+        pieces.setdefault(storage, []).append((start, stop, name))
+    groups: list[list[str]] = []
+    for storage_pieces in pieces.values():
+        end = -1
+        for start, stop, name in sorted(storage_pieces):
+            if start >= end:
+                groups.append([])
+            groups[-1].append(name)
+            end = max(end, stop)
+    together = {name: set(group) for group in groups if len(group) > 1 for name in group}
+    return {
+        name: tuple(other for other in known if other in together[name] - {name}) for name in known if name in together
+    }
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the part of a sharded tensor (FSDP2) that this process has; of others, all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def wording(selector: Selector) -> str:
+    """Say a selector as the user wrote it, as far as that is known."""
+    if isinstance(selector, re.Pattern):
+        return f"re.compile({selector.pattern!r})"
+    if isinstance(selector, str):
+        return repr(selector)
+    if isinstance(selector, nn.Module | torch.Tensor):
+        return describe(selector).removeprefix("the ").removeprefix("a ")
+    return f"{getattr(selector, '__name__', 'predicate')}()"
+
+
+def _matched(model: nn.Module, known: dict[str, nn.Parameter], selector: Selector, function: str) -> list[str]:
+    if isinstance(selector, str | re.Pattern):
+        return [name for name in known if any(_matches(selector, part) for part in with_parents(name))]
+    if isinstance(selector, nn.Module):
+        inside = {id(module) for module in model.modules()}
+        selector = without_compiled_wrappers(selector)
+        if id(selector) not in inside:
+            raise _foreign(model, f"the module {type(selector).__name__}", function)
+        members = {id(parameter) for parameter in selector.parameters()}
+        return [name for name, parameter in known.items() if id(parameter) in members]
+    if isinstance(selector, torch.Tensor):
+        names = [name for name, parameter in known.items() if parameter is selector]
+        if not names:
+            raise _foreign(model, describe(selector), function)
+        return names
+    if callable(selector):
+        return [name for name, parameter in known.items() if selector(name, parameter)]
+    raise ArgumentTypeError(
+        f"{function}(): {describe(selector)} selects nothing.",
+        why="a selector is a glob, a compiled regex, a module, a parameter, or a predicate(name, parameter).",
+        fix=f'{function}(model, "encoder.*", re.compile(r"\\.bias$"), model.head)',
+    )
+
+
+def _matches(pattern: str | re.Pattern[str], name: str) -> bool:
+    if isinstance(pattern, str):
+        return fnmatchcase(name, pattern)
+    return pattern.search(name) is not None
+
+
+def with_parents(name: str) -> list[str]:
+    """Give a parameter's name and those of the modules around it: a.b.c, a.b, a."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+
+
+def _foreign(model: nn.Module, thing: str, function: str) -> ArgumentValueError:
+    return ArgumentValueError(
+        f"{function}(): {thing} does not belong to this {type(model).__name__}.",
+        why="freezing it here would not show in this model, and thawing this model would not free it.",
+        fix="",
+    )
+
+
+def _nothing(
+    model: nn.Module, known: dict[str, nn.Parameter], selector: Selector, function: str
+) -> NothingMatchedError:
+    names = [*known, *filter(None, named_modules(model))]
+    text = selector if isinstance(selector, str) else selector.pattern if isinstance(selector, re.Pattern) else ""
+    like = nearest(text.strip("*.^$\\"), names) or nearest(text, names)
+    if isinstance(selector, nn.Module):
+        why = "it has no parameters."
+    else:
+        why = f"the parameters are {listed(list(known))}." if known else "the model has no parameters."
+    return NothingMatchedError(
+        f"{function}(): {wording(selector)} matches no parameter of {type(model).__name__}.",
+        why=why,
+        fix=f"{like[0]!r}   # did you mean {listed([repr(name) for name in like])}?"
+        if like
+        else "print(gg.trainable(model))",
+    )
+
+
+# --- Statistics of frozen layers ------------------------------------------------------------------------------------
+
+
+class Asleep:
+    """Stands in for the `train` method of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.asked = module.training
+        self.tokens: set[str] = set()
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        """Remember the mode, and stay in evaluation mode."""
+        self.asked = mode
+        self.module.training = False
+        return self.module
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Tell whether a module keeps running statistics of its own, as the norms of torch do.
+
+    These are buffers called `running_...`, and the two vectors of the spectral norm's power iteration (`_u` and `_v` as
+    a parametrization, `weight_u` and `weight_v` beside `weight_orig` in the older form).
+    """
+    return any(True for _ in statistics_of(module))
+
+
+def statistics_of(module: nn.Module) -> Iterator[str]:
+    """Give the names of the buffers that training would move; nothing where they are switched off (None)."""
+    names = [name for name, _ in module.named_buffers(recurse=False)]
+    for name in names:
+        spectral = name in ("_u", "_v") and "_u" in names
+        spectral = spectral or (name[-2:] in ("_u", "_v") and f"{name[:-2]}_orig" in module._parameters)
+        if name.startswith("running_") or name == "num_batches_tracked" or spectral:
+            yield name
+
+
+def held_statistics(module: nn.Module) -> bool:
+    """Tell whether the statistics of a module are stopped."""
+    return isinstance(module.__dict__.get("train"), Asleep)
+
+
+def hold_statistics(module: nn.Module, token: str) -> None:
+    """Stop the statistics of a module for the holder of this token."""
+    if not held_statistics(module):
+        module.__dict__["train"] = Asleep(module)
+        module.training = False
+    module.__dict__["train"].tokens.add(token)
+
+
+def release_statistics(module: nn.Module, token: str) -> None:
+    """Let the statistics run again, once nobody else stops them."""
+    asleep = module.__dict__.get("train")
+    if isinstance(asleep, Asleep):
+        asleep.tokens.discard(token)
+        if not asleep.tokens:
+            del module.__dict__["train"]
+            module.training = asleep.asked
+
+
+def all_tokens(module: nn.Module) -> list[str]:
+    """Give the tokens of everyone who stops the statistics of a module."""
+    asleep = module.__dict__.get("train")
+    return sorted(asleep.tokens) if isinstance(asleep, Asleep) else []

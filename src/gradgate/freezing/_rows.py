@@ -19,16 +19,23 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from gradgate._checks import check_module
+from gradgate._held import watchers_of
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.freezing._carrying import Watcher, attach, detach, watchers_of
-from gradgate.freezing._elements import row_numbers
-from gradgate.freezing._fingerprints import Fingerprint, fingerprint
-from gradgate.freezing._holding import ROWS_TOKEN, hold_of, take_hold
-from gradgate.freezing._living import owners_of, replicated
-from gradgate.freezing._proof import check_unmoved
-from gradgate.freezing._regions import Rows
-from gradgate.freezing._steps import watch_steps
+from gradgate.freezing._freeze_state import (
+    ROWS_TOKEN,
+    Rows,
+    Watcher,
+    attach,
+    detach,
+    freeze_state_of,
+    make_freeze_state,
+    owners_of,
+    replicated,
+    watch_steps,
+)
+from gradgate.freezing._pins import row_numbers
+from gradgate.freezing._verify import Fingerprint, check_unmoved, fingerprint
 
 __all__ = ["RowTraining", "merge_rows", "rows_of", "train_rows"]
 
@@ -111,8 +118,8 @@ class RowTraining:
                 delattr(module, name + _SUFFIX)
                 if "mirror" in watchers_of(small):  # an optimizer that goes on stepping must not write old rows
                     detach(small, "mirror")
-                if (hold := hold_of(table)) is not None:
-                    hold.thaw(table, ROWS_TOKEN)
+                if (frozen := freeze_state_of(table)) is not None:
+                    frozen.thaw(table, ROWS_TOKEN)
                 if "table" in watchers_of(table):
                     detach(table, "table")
             for module in self.modules:
@@ -235,7 +242,9 @@ def _split_names(module: nn.Module) -> tuple[str, ...]:
 def _split(table: nn.Parameter, rows: torch.Tensor) -> nn.Parameter:
     """Make the small parameter of a table, freeze the table, and let each know of the other."""
     small = nn.Parameter(table.detach().index_select(0, rows))
-    take_hold(table).freeze(table, ROWS_TOKEN, f"train_rows: {len(rows):,} of its rows learn", synchronised=False)
+    make_freeze_state(table).freeze(
+        table, ROWS_TOKEN, f"train_rows: {len(rows):,} of its rows learn", synchronised=False
+    )
     attach(small, "mirror", _Mirror(table, rows))
     attach(table, "table", _Table(small))
     return small

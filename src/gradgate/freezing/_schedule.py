@@ -10,8 +10,7 @@ from torch import nn
 
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.freezing._layers import FreezeHandle, freeze_named
-from gradgate.freezing._selection import Selector, bare, named_parameters, select
+from gradgate.freezing._layers import FreezeHandle, Selector, bare, freeze_named, named_parameters, select
 
 __all__ = ["FreezeSchedule"]
 
@@ -111,7 +110,7 @@ class FreezeSchedule:
         """Give where the schedule stands, and its plan by names, to be saved with the model.
 
         Returns:
-            Plain values that any checkpoint can hold.
+            Plain values that any checkpoint can frozen.
         """
         return {"by": self._by, "at": self.at, "learns": {at: list(names) for at, names in self._learns.items()}}
 

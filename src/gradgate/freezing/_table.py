@@ -12,10 +12,9 @@ from torch import nn
 
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError
-from gradgate.freezing._holding import ROWS_TOKEN, hold_of
+from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
+from gradgate.freezing._layers import bare, has_statistics, held_statistics, named_modules, named_parameters, ties_of
 from gradgate.freezing._rows import rows_of
-from gradgate.freezing._selection import bare, named_modules, named_parameters, ties_of
-from gradgate.freezing._statistics import has_statistics, held_statistics
 
 __all__ = ["Totals", "TrainableTable", "trainable"]
 
@@ -136,23 +135,23 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
 
 
 def _entry(parameter: nn.Parameter, moved: set[int] | None) -> dict[str, Any]:
-    hold = hold_of(parameter)
+    frozen = freeze_state_of(parameter)
     reasons: list[str] = []
-    if hold is not None:
-        reasons += hold.freezes.values()
-        reasons += [f"pin of {region.count:,} elements" for region in hold.pins.values()]
+    if frozen is not None:
+        reasons += frozen.freezes.values()
+        reasons += [f"pin of {region.count:,} elements" for region in frozen.pins.values()]
     learning = parameter.numel()
-    if hold is not None and hold.count:
-        learning -= hold.count
+    if frozen is not None and frozen.count:
+        learning -= frozen.count
     if not parameter.requires_grad:
         learning = 0
-        if hold is None or not hold.freezes or not hold.learned:
+        if frozen is None or not frozen.freezes or not frozen.learned:
             reasons.append("requires_grad is False")
     if moved is not None and learning and id(parameter) not in moved:
         learning = 0
         reasons.append("in none of the optimizers")
     state = "frozen" if not learning else "learns" if learning == parameter.numel() else "part frozen"
-    if hold is not None and ROWS_TOKEN in hold.freezes and state == "frozen":
+    if frozen is not None and ROWS_TOKEN in frozen.freezes and state == "frozen":
         state = "part frozen"
     return {
         "shape": tuple(parameter.shape),

@@ -109,7 +109,7 @@ class Outsiders:
         self.forget()
 
     def forget(self) -> None:
-        """Hold on to nothing after a step."""
+        """FreezeState on to nothing after a step."""
         self._marks: dict[torch.nn.Module, Marks] = {}
         self._found: dict[torch.nn.Module, str] = {}
 

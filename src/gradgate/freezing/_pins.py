@@ -14,11 +14,16 @@ from torch.nn.parameter import is_lazy
 
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from gradgate.freezing._fingerprints import fingerprint
-from gradgate.freezing._holding import hold_of, take_hold
-from gradgate.freezing._proof import Registrations, check_not_computed, check_unmoved, computed_by, computed_value
-from gradgate.freezing._regions import region_of
-from gradgate.freezing._selection import bare
+from gradgate.freezing._freeze_state import freeze_state_of, make_freeze_state, region_of
+from gradgate.freezing._layers import bare
+from gradgate.freezing._verify import (
+    Registrations,
+    check_not_computed,
+    check_unmoved,
+    computed_by,
+    computed_value,
+    fingerprint,
+)
 
 __all__ = ["Pin", "pin", "row_numbers"]
 
@@ -46,15 +51,15 @@ class Pin:
         self._region = region_of(frozen)
         self.count = self._region.count
         self._token = uuid.uuid4().hex
-        take_hold(parameter).pin(parameter, self._token, self._region)
+        make_freeze_state(parameter).pin(parameter, self._token, self._region)
         self._registrations = Registrations(parameter)
         self.accept()
 
     @property
     def active(self) -> bool:
         """Whether it still holds its elements."""
-        hold = hold_of(self.parameter)
-        return hold is not None and self._token in hold.pins
+        frozen = freeze_state_of(self.parameter)
+        return frozen is not None and self._token in frozen.pins
 
     @property
     def frozen(self) -> torch.Tensor:
@@ -63,8 +68,8 @@ class Pin:
 
     def release(self) -> None:
         """Let go; a second call does nothing."""
-        if (hold := hold_of(self.parameter)) is not None:
-            hold.release(self.parameter, self._token)
+        if (frozen := freeze_state_of(self.parameter)) is not None:
+            frozen.release(self.parameter, self._token)
 
     def accept(self) -> None:
         """Take the values of now as the pinned ones, after they were changed on purpose."""
@@ -145,8 +150,8 @@ class Pin:
 
 def _pinned_mask(module: nn.Module, name: str) -> torch.Tensor | None:
     parameter = module.get_parameter(name)
-    hold = hold_of(parameter)
-    return hold.pinned_mask(parameter) if hold is not None else None
+    frozen = freeze_state_of(parameter)
+    return frozen.pinned_mask(parameter) if frozen is not None else None
 
 
 def _save_mask(name: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
