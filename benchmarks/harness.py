@@ -72,7 +72,7 @@ class Row:
     counts: bool = False
     quick: bool = True
     rounds: int = 15
-    seconds: float = 3.0
+    seconds: float = 1.5
 
     @property
     def name(self) -> str:

@@ -176,7 +176,7 @@ def follow(loader: Any, batch: Any, training: Training) -> None:
             source.follow(training)
 
 
-def ids_of(batch: Any, size: int) -> tuple[str | None, ...] | None:
+def ids_of(batch: Any, size: int | None = None) -> tuple[str | None, ...] | None:
     """Find the ids of the rows of a batch that a loader gave.
 
     A batch is found if each of its parts is one of a given batch, or the other way round: the same tensor, or one of
@@ -186,7 +186,7 @@ def ids_of(batch: Any, size: int) -> tuple[str | None, ...] | None:
 
     Args:
         batch: The batch, perhaps on another device and in other containers.
-        size: How many samples it has.
+        size: How many samples it has, where that is known.
 
     Returns:
         The ids; None if no loader gave this batch, or it was changed since.
@@ -197,7 +197,7 @@ def ids_of(batch: Any, size: int) -> tuple[str | None, ...] | None:
     candidates = [*owners.values()] or [given for loader in loaders for given in loader.recent()]
     for compare in (_Identity(), _Equality()):
         matches = [given.ids() for given in candidates if compare.fits(given, parts)]
-        if found := [ids for ids in matches if len(ids) == size]:
+        if found := [ids for ids in matches if len(ids) == (len(matches[0]) if size is None else size)]:
             return tuple(names[0] if len(set(names)) == 1 else None for names in zip(*found, strict=True))
     return None
 

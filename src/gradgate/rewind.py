@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from gradgate._loader_link import ids_of
 from gradgate._names import describe, listed
 from gradgate._snapshot import random_state, set_random_state
 from gradgate._torch_compat import Replica, copy_tensors, shard_group, shard_roots, tree_flatten
@@ -81,7 +82,8 @@ class Rewind:
         patience: How many observations in a row must be above it.
         lookback: How many steps before the first of them are suspects, too: the loss of a step shows the update before.
         max_rewinds: After so many rewinds of a run the next one raises.
-        ids: `ids(batch)` gives the names of the samples of a batch, or the key that a batch has them under.
+        ids: `ids(batch)` gives the ids of the samples of a batch, or the key that a batch has them under. Batches of
+            `gg.resilient(loader)` need none.
 
     Raises:
         ArgumentTypeError: A part has no state.
@@ -378,8 +380,10 @@ class Rewind:
         return tuple(incidents)
 
     def _names(self, batch: Batch) -> list[str]:
-        if self._ids is None or batch is _LOST:
+        if batch is _LOST:
             return []
+        if self._ids is None:
+            return [name for name in ids_of(batch) or () if name is not None]
         names = self._ids(batch) if callable(self._ids) else batch[self._ids]
         return [str(name) for name in (names.tolist() if isinstance(names, torch.Tensor) else names)]
 

@@ -173,6 +173,22 @@ def test_suspects_are_incidents_with_their_ids(tmp_path):
     assert "the loss is" in kept[0].message
 
 
+def test_the_batches_of_a_resilient_loader_have_their_ids():
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 120
+
+        def __getitem__(self, index):
+            return torch.tensor(float(index))
+
+    losses = wavy(60)
+    losses[40:43] = [100.0] * 3
+    rewind, *_ = linear(every=5)
+    loader = gg.resilient(torch.utils.data.DataLoader(Numbers(), batch_size=2))
+    done = [seen for batch in rewind.batches(loader) if (seen := rewind.observe(losses[int(batch[0]) // 2]))]
+    assert [one.sample_id for one in done[0].incidents] == [str(number) for number in range(78, 86)]
+
+
 def test_the_log_has_one_line(caplog):
     losses = wavy(60)
     losses[40:43] = [100.0] * 3
