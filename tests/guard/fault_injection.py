@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradgate as gg
-from gradgate.guard import _buckets
+from gradgate.guard.distributed import _replicas
 from tests.guard.rank_nets import GRADIENT, IN_BACKWARD, NAN, RAISES, data, good, loss_of, marked, network
 from tests.guard.ranks import same_everywhere
 
@@ -73,14 +73,14 @@ def two_hundred_steps_with_random_faults(rank):
 
 def steps_with_random_faults_in_many_buffers(rank):
     """The same with gradients that are sent while backward runs, and with accumulation."""
-    sizes = _buckets.FIRST_BYTES, _buckets.BYTES
-    _buckets.FIRST_BYTES = _buckets.BYTES = 64
+    sizes = _replicas.FIRST_BYTES, _replicas.BYTES
+    _replicas.FIRST_BYTES = _replicas.BYTES = 64
     try:
         guard = trained(rank, steps=40, seed=2)
-        assert len(guard._agreement._buckets._buckets) > 2
+        assert len(guard._agreement._replicas._buckets) > 2
         trained(rank, steps=30, seed=3, accumulate=True)
     finally:
-        _buckets.FIRST_BYTES, _buckets.BYTES = sizes
+        _replicas.FIRST_BYTES, _replicas.BYTES = sizes
 
 
 def dropout_draws_as_if_the_bad_had_never_been(rank):

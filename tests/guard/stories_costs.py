@@ -3,8 +3,8 @@
 import torch.distributed as dist
 
 import gradgate as gg
-from gradgate.guard import _buckets
-from gradgate.guard._shares import WIDTH
+from gradgate.guard.distributed import _replicas
+from gradgate.guard.distributed._ranks import WIDTH
 from tests.guard.counted import collectives
 from tests.guard.rank_nets import GRADIENT, NAN, data, loss_of, marked, replica
 
@@ -36,8 +36,8 @@ def what_a_step_costs(rank):
 def what_a_step_of_many_buffers_costs(rank):
     """A buffer is sent once on a healthy step; on a bad one all are sent once more."""
     sizes = [4] * dist.get_world_size()
-    before = _buckets.FIRST_BYTES, _buckets.BYTES
-    _buckets.FIRST_BYTES = _buckets.BYTES = 16
+    before = _replicas.FIRST_BYTES, _replicas.BYTES
+    _replicas.FIRST_BYTES = _replicas.BYTES = 16
     try:
         model = replica()
         guard = gg.Guard(model)
@@ -49,8 +49,8 @@ def what_a_step_of_many_buffers_costs(rank):
         with collectives() as bad:
             guard.backward(marked(data(sizes), rank_1={0: GRADIENT})[rank], loss_of(model))
     finally:
-        _buckets.FIRST_BYTES, _buckets.BYTES = before
-    count = len(guard._agreement._buckets._buckets)
+        _replicas.FIRST_BYTES, _replicas.BYTES = before
+    count = len(guard._agreement._replicas._buckets)
     assert count == 3
     assert [name for name, _ in healthy] == ["all_reduce"] * count
     assert sum(size for _, size in healthy) == BYTES + 8 * (WIDTH + PARAMETERS)

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import gradgate as gg
-from gradgate.guard import _buckets
+from gradgate.guard.distributed import _replicas
 from tests.guard.rank_nets import GRADIENT, NAN, RAISES, check_union, data, good, loss_of, marked, raised_by, replica
 from tests.guard.ranks import same_everywhere
 
@@ -77,12 +77,12 @@ def static_graphs(rank):
 
 def many_buffers_sent_while_backward_runs(rank):
     """The gradients are cut into pieces of a few numbers, so that some are sent before the fault shows."""
-    sizes = _buckets.FIRST_BYTES, _buckets.BYTES
-    _buckets.FIRST_BYTES = _buckets.BYTES = 16
+    sizes = _replicas.FIRST_BYTES, _replicas.BYTES
+    _replicas.FIRST_BYTES = _replicas.BYTES = 16
     try:
         a_model_of_many_buffers(rank)
     finally:
-        _buckets.FIRST_BYTES, _buckets.BYTES = sizes
+        _replicas.FIRST_BYTES, _replicas.BYTES = sizes
 
 
 def a_model_of_many_buffers(rank):
@@ -94,7 +94,7 @@ def a_model_of_many_buffers(rank):
             batches = marked(data([4, 5], seed=turn), rank_1={1: fault})
             guard.backward(batches[rank], loss_of(model))
             check_union(model.module, good(batches))
-            assert len(guard._agreement._buckets._buckets) > 2
+            assert len(guard._agreement._replicas._buckets) > 2
         # Twice in a row without zero_grad: what was there is in the sum, once.
         guard.backward(batches[rank], loss_of(model))
         oracle = gradients_of(good(batches))

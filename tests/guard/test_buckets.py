@@ -2,17 +2,17 @@
 
 import torch
 
-from gradgate.guard import _buckets
+from gradgate.guard.distributed import _replicas
 
 
 def cut(*sizes, dtypes=None, limit=40):
     parameters = [torch.zeros(n, dtype=(dtypes or {}).get(i, torch.float32)) for i, n in enumerate(sizes)]
-    before = _buckets.FIRST_BYTES, _buckets.BYTES
-    _buckets.FIRST_BYTES, _buckets.BYTES = 4, limit
+    before = _replicas.FIRST_BYTES, _replicas.BYTES
+    _replicas.FIRST_BYTES, _replicas.BYTES = 4, limit
     try:
-        return _buckets._cut(parameters)
+        return _replicas._cut(parameters)
     finally:
-        _buckets.FIRST_BYTES, _buckets.BYTES = before
+        _replicas.FIRST_BYTES, _replicas.BYTES = before
 
 
 def test_the_last_parameters_come_first_in_a_small_buffer():
@@ -20,12 +20,12 @@ def test_the_last_parameters_come_first_in_a_small_buffer():
 
 
 def test_a_small_model_is_one_buffer():
-    assert _buckets._cut([torch.zeros(3), torch.zeros(4)]) == [[1, 0]]
+    assert _replicas._cut([torch.zeros(3), torch.zeros(4)]) == [[1, 0]]
 
 
 def test_nothing_to_train_is_no_buffer_but_numbers_are_sent():
-    assert _buckets._cut([]) == []
-    assert _buckets.Buckets([], None, 3, torch.device("cpu")).numbers.shape == (3,)
+    assert _replicas._cut([]) == []
+    assert _replicas.Buckets([], None, 3, torch.device("cpu")).numbers.shape == (3,)
 
 
 def test_dtypes_lie_apart_and_the_buffer_that_is_complete_last_is_sent_last():
@@ -35,7 +35,7 @@ def test_dtypes_lie_apart_and_the_buffer_that_is_complete_last_is_sent_last():
 
 def test_numbers_are_never_in_half_precision():
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64):
-        buckets = _buckets.Buckets([torch.zeros(3, dtype=dtype, requires_grad=True)], None, 5, torch.device("cpu"))
+        buckets = _replicas.Buckets([torch.zeros(3, dtype=dtype, requires_grad=True)], None, 5, torch.device("cpu"))
         assert buckets.numbers.dtype in (torch.float32, torch.float64)
         assert buckets.numbers.shape == (5,)
         shared = buckets.numbers.untyped_storage().data_ptr() == buckets._buckets[0].buffer.untyped_storage().data_ptr()

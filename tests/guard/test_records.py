@@ -212,7 +212,7 @@ def test_a_state_of_something_else_is_refused(model):
 
 def test_a_long_table_is_cut():
     incidents = [gg.Incident(stage="loss", cause="non-finite loss", row=i, message="x" * 100) for i in range(30)]
-    from gradgate.guard._tables import incident_table
+    from gradgate.guard._result import incident_table
 
     lines = incident_table(incidents).splitlines()
     assert len(lines) == 22

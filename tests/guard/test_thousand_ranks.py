@@ -8,8 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradgate as gg
-from gradgate.guard._ranks import Ranks
-from gradgate.guard._shares import WIDTH
+from gradgate.guard.distributed._ranks import WIDTH, Ranks
 from tests.guard.counted import collectives
 
 RANKS = 1000

@@ -1,16 +1,11 @@
-"""How a batch is read: how many samples it holds, which of its parts are per sample, and how to take some of them.
-
-A batch is a tree of mappings, lists, tuples, dataclasses and leaves. A tensor or array is per sample along its
-batch dimension; texts, numbers and None are shared by all samples; a list is either a list of fields (as
-`default_collate` makes them) or a list of samples. Which one it is follows from the others: all parts must agree
-on one number of samples, and what cannot agree is refused.
-"""
+"""Batches of any form: how many samples they hold, some of their rows, their ids, and which rows are not finite."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import isfinite
 from typing import Any, cast
 
 import torch
@@ -18,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from gradgate._loader_link import LoaderIds
 from gradgate._names import describe, listed
-from gradgate._torch_compat import write_counts
+from gradgate._torch_compat import tree_flatten, write_counts
 from gradgate._trees import children_of, is_array, is_record, is_shared, leaves_of, rebuilt
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
@@ -344,3 +339,57 @@ def _count_for_select(batch: Any, batch_dim: int, ids: Ids | None) -> int:
         why="`select` takes rows, but something must say how many there are.",
         fix="Guard(model, select=..., count=lambda batch: ...)   # or guard.backward(batch, loss_fn, ids=...)",
     )
+
+
+# --- Rows that are not finite ---------------------------------------------------------------------------------------
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """List the leaves of arguments or of an output, in most cases without the cost of looking for containers."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if type(tree) is dict else tree
+    if type(tree) in (tuple, list, dict) and all(isinstance(part, torch.Tensor) for part in parts):
+        return list(parts)
+    return tree_flatten(tree)[0]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """List the dense floating-point tensors in the arguments or the output of a module."""
+    return [
+        leaf
+        for leaf in leaves_in(tree)
+        if isinstance(leaf, torch.Tensor)
+        and leaf.layout is torch.strided
+        and (leaf.is_floating_point() or leaf.is_complex())
+    ]
+
+
+def non_finite_rows(tensors: Iterable[torch.Tensor], size: int, batch_dim: int) -> frozenset[int]:
+    """Find the rows in which any of some tensors is not finite.
+
+    Args:
+        tensors: Floating-point tensors; those that are not per sample are passed over.
+        size: How many samples there are.
+        batch_dim: The dimension of the samples.
+
+    Returns:
+        The rows.
+    """
+    rows: set[int] = set()
+    for tensor in tensors:
+        dim = batch_dim_of(tensor, size, batch_dim)
+        # A finite sum proves that all are finite, in a fraction of the time of a look at each; a NaN proves the
+        # contrary; an infinite one may have overflowed, so the elements of such rows are looked at.
+        values = tensor.detach() if tensor.requires_grad else tensor
+        if dim is None or isfinite(abs(values.sum().item())):
+            continue
+        others = [axis for axis in range(values.dim()) if axis != dim]
+        totals = (values.sum(others) if others else values).tolist()
+        doubtful = [row for row, total in enumerate(totals) if total - total != 0]
+        if any(totals[row] == totals[row] for row in doubtful):
+            values = values.movedim(dim, 0)[doubtful]
+            finite = torch.isfinite(values).reshape(len(doubtful), -1).all(1).tolist()
+            doubtful = [row for row, is_finite in zip(doubtful, finite, strict=True) if not is_finite]
+        rows.update(doubtful)
+    return frozenset(rows)

@@ -14,6 +14,7 @@ import torch
 
 from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
+from gradgate._names import describe
 from gradgate._snapshot import capture
 from gradgate._torch_compat import (
     add_tensors,
@@ -25,26 +26,19 @@ from gradgate._torch_compat import (
     tree_unflatten,
 )
 from gradgate._trees import with_own_containers
-from gradgate.errors import GradgateError, TooManyBadSamples
-from gradgate.guard._advice import check_function
-from gradgate.guard._agreement import Alone
-from gradgate.guard._arguments import check_numbers, check_sink, checked_catch, checked_modules
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, TooManyBadSamples
 from gradgate.guard._batches import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids
-from gradgate.guard._company import agreement_of, unwrapped
-from gradgate.guard._even_batches import even_batches
-from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
-from gradgate.guard._judging import refuse_row, refuse_share, refused
+from gradgate.guard._faults import check_function
+from gradgate.guard._incidents import IncidentRecorder, Wishes, hand_over, log, refuse_row, refuse_share, refused
 from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
-from gradgate.guard._result import GuardResult, Summary
-from gradgate.guard._shared_step import SharedStep
+from gradgate.guard._result import GuardResult, Summary, Tally
 from gradgate.guard._state import TrainingState
-from gradgate.guard._tally import Tally
 from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
+from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
+from gradgate.guard.distributed._shared_step import SharedStep, even_batches
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
-
-__all__ = ["Guard"]
 
 Made = TypeVar("Made")
 
@@ -125,7 +119,7 @@ class Guard:
         self._closed: str | os.PathLike[str] | None = None
         if isinstance(ledger, str | os.PathLike):
             # Where ranks share a model, the first of them writes for all.
-            if isinstance(self._agreement, Alone) or self._agreement.rank == 0:
+            if isinstance(self._agreement, SingleProcess) or self._agreement.rank == 0:
                 ledger = Ledger(ledger, payload=payload)
             else:
                 self._closed, ledger = ledger, None
@@ -183,7 +177,7 @@ class Guard:
         """
         if scaler is not None and not scaler.is_enabled():
             scaler = None
-        if not isinstance(self._agreement, Alone):
+        if not isinstance(self._agreement, SingleProcess):
             return SharedStep(self, self._agreement, batch, ids).run(loss_fn, scaler)
         check_function(batch, loss_fn, "guard.backward(batch, loss_fn)")
         size, writes, guests = self._reader.read(batch, ids)
@@ -225,7 +219,7 @@ class Guard:
         size, writes, guests = self._reader.read(batch, ids)
         trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
         conclude = partial(self._output, size, fill_value)
-        if not isinstance(self._agreement, Alone):
+        if not isinstance(self._agreement, SingleProcess):
             if self._closed is not None:
                 self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
                 self._closed = None
@@ -252,7 +246,9 @@ class Guard:
             such a batch, and `backward` takes it.
         """
         follow(loader, None, self)
-        return iter(loader) if isinstance(self._agreement, Alone) else even_batches(self, self._agreement, loader)
+        return (
+            iter(loader) if isinstance(self._agreement, SingleProcess) else even_batches(self, self._agreement, loader)
+        )
 
     def summary(self) -> Summary:
         """Give the run in numbers; prints as a table.
@@ -393,7 +389,7 @@ class Guard:
         try:
             recovered = self._search(trial, failed, batch, size, refuse)
             dropped = recorder.dropped(recovered.dropped)
-            if dropped and trial.walks_back and self._tally.in_a_row + 1 >= self.patience:
+            if dropped and trial.runs_backward and self._tally.in_a_row + 1 >= self.patience:
                 self._tally.in_a_row += 1
                 refuse_row(refused(dropped, too_many=False), self._tally.in_a_row, self.patience)
         except TooManyBadSamples as too_many:
@@ -404,7 +400,7 @@ class Guard:
         record(incidents)
         return recovered, incidents
 
-    def _recorder(self, failed: Outcome, batch: Any, size: int, ids: Ids | None) -> Recorder:
+    def _recorder(self, failed: Outcome, batch: Any, size: int, ids: Ids | None) -> IncidentRecorder:
         common = {
             "run": self.run,
             "step": self.global_step,
@@ -412,7 +408,7 @@ class Guard:
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
         }
-        return Recorder(
+        return IncidentRecorder(
             self._modules, self._reader, batch, size, self._ids_of(batch, size, ids), failed.per_sample, common
         )
 
@@ -444,7 +440,7 @@ class Guard:
             compiled=anything_compiled() or any(map(is_compiled, self._state.modules)),
             min_kept=self.min_kept,
             refuse=refuse,
-            with_others=trial.walks_back and not isinstance(self._agreement, Alone),
+            with_others=trial.runs_backward and not isinstance(self._agreement, SingleProcess),
         ).run(failed.fault)
 
     def _snapshot(self, wishes: Wishes) -> bytes | None:
@@ -506,3 +502,54 @@ def _can_hold(dtype: torch.dtype, value: float) -> bool:
         return True
     low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     return float(value).is_integer() and low <= value <= high
+
+
+# --- Checks of the arguments ----------------------------------------------------------------------------------------
+
+
+def checked_modules(model: Any) -> list[torch.nn.Module]:
+    """Give the modules to guard as a list."""
+    modules = [model] if isinstance(model, torch.nn.Module) else list(model) if isinstance(model, Iterable) else []
+    if modules and all(isinstance(module, torch.nn.Module) for module in modules):
+        return modules
+    raise ArgumentTypeError(
+        f"Guard(): `model` is {describe(model)}.",
+        why="the guard puts back the buffers and gradients of the modules that a step runs.",
+        fix="gg.Guard(model)   # or gg.Guard([encoder, head])",
+    )
+
+
+def checked_catch(catch: Any) -> Catch:
+    """Give the exceptions to catch as a tuple."""
+    kinds = catch if isinstance(catch, tuple) else (catch,)
+    if kinds and all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+        return kinds
+    raise ArgumentTypeError(
+        f"Guard(): `catch` is {describe(catch)}.",
+        why="it lists the exceptions that may be blamed on a sample.",
+        fix="gg.Guard(model, catch=(ValueError, RuntimeError))",
+    )
+
+
+def check_numbers(*, max_bad: float, patience: int, batch_dim: int, min_kept: int) -> None:
+    """Make sure that the numbers are in range."""
+    for name, value, good, range_, fix in (
+        ("max_bad", max_bad, 0 <= max_bad <= 1, "a share of the batch, from 0 to 1", "max_bad=0.5"),
+        ("patience", patience, patience >= 1, "a number of steps, 1 or more", "patience=20"),
+        ("batch_dim", batch_dim, batch_dim >= 0, "a dimension counted from the front", "batch_dim=0"),
+        ("min_kept", min_kept, min_kept >= 1, "a number of samples, 1 or more", "min_kept=1"),
+    ):
+        if not good:
+            raise ArgumentValueError(
+                f"Guard(): `{name}` is {value}.", why=f"it is {range_}.", fix=f"Guard(model, {fix})"
+            )
+
+
+def check_sink(sink: Any) -> None:
+    """Make sure that a sink can take incidents."""
+    if sink is not None and not isinstance(sink, Sink):
+        raise ArgumentTypeError(
+            f"Guard(): `sink` is {describe(sink)}.",
+            why="a sink takes incidents with `record_many(incidents, payloads=None)`.",
+            fix='gg.Guard(model, ledger="run.ledger")',
+        )

@@ -1,25 +1,27 @@
-"""From blamed rows to incidents: named, written to the log, and handed to whoever keeps them."""
+"""From blamed rows to incidents: named, logged and handed over; and refusals, where there are too many of them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 
 from gradgate._names import module_path
 from gradgate._payload import LIMIT, encode
 from gradgate._text import visible
+from gradgate.errors import TooManyBadSamples
 from gradgate.guard._batches import BatchReader
-from gradgate.guard._faults import Fault
+from gradgate.guard._faults import StepFault
 from gradgate.guard._recovery import Dropped
-from gradgate.guard._tables import incident_line
+from gradgate.guard._result import incident_line, incident_table
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
 
-__all__ = ["Recorder", "Wishes", "hand_over", "log"]
+# --- Records --------------------------------------------------------------------------------------------------------
+
 
 LOG = logging.getLogger("gradgate")
 
@@ -85,7 +87,7 @@ def hand_over(
 
 
 @dataclass
-class Recorder:
+class IncidentRecorder:
     """Writes down the incidents of one step.
 
     Attributes:
@@ -111,7 +113,7 @@ class Recorder:
         """Make the incidents of rows that were dropped, in the order of the rows."""
         return tuple(self._incident(drop) for drop in sorted(drops, key=lambda drop: drop.row))
 
-    def transient(self, faults: Iterable[Fault]) -> tuple[Incident, ...]:
+    def transient(self, faults: Iterable[StepFault]) -> tuple[Incident, ...]:
         """Make the incidents of faults that did not come again: nobody's, so without a row."""
         return tuple(
             Incident(
@@ -180,3 +182,61 @@ class Recorder:
         if module not in self._paths:
             self._paths[module] = module_path(module, self.modules)
         return self._paths[module]
+
+
+# --- Refusals -------------------------------------------------------------------------------------------------------
+
+
+def refused(incidents: Sequence[Incident], *, too_many: bool) -> tuple[Incident, ...]:
+    """Mark the incidents of a step that was not made.
+
+    Args:
+        incidents: What was found.
+        too_many: Whether so much of the batch was bad that the code or the weights are to blame: then nothing is held
+            against the samples, and a later epoch does not leave them out.
+
+    Returns:
+        The same incidents, marked.
+    """
+    return tuple(
+        replace(incident, transient=too_many, details={**incident.details, "refused": True}) for incident in incidents
+    )
+
+
+def refuse_share(incidents: Sequence[Incident], bad: int, total: int, max_bad: float) -> NoReturn:
+    """Refuse a step with too many bad samples.
+
+    Args:
+        incidents: The bad samples.
+        bad: How many there are.
+        total: Of how many.
+        max_bad: The share that is allowed.
+
+    Raises:
+        TooManyBadSamples: Always.
+    """
+    raise TooManyBadSamples(
+        f"Guard: {bad} of {total} samples are bad:\n{incident_table(incidents)}",
+        why=f"more than max_bad={max_bad:g} of a batch points to the code or the weights.",
+        fix="gg.Guard(model, max_bad=...)   # if so many bad samples are to be expected",
+        incidents=incidents,
+    )
+
+
+def refuse_row(incidents: Sequence[Incident], in_a_row: int, patience: int) -> NoReturn:
+    """Refuse one bad step too many.
+
+    Args:
+        incidents: The bad samples of the last one.
+        in_a_row: How many there were.
+        patience: How many are too many.
+
+    Raises:
+        TooManyBadSamples: Always.
+    """
+    raise TooManyBadSamples(
+        f"Guard: {in_a_row} steps in a row had bad samples, lastly:\n{incident_table(incidents)}",
+        why=f"patience={patience} bad steps in a row point to something that does not pass by itself.",
+        fix="gg.Guard(model, patience=...)   # if bad samples are to be expected in every step",
+        incidents=incidents,
+    )

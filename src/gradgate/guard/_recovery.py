@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 from gradgate._names import listed
 from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError, TooManyBadSamples
-from gradgate.guard._advice import advice
 from gradgate.guard._batches import BatchReader
-from gradgate.guard._faults import Fault
+from gradgate.guard._faults import StepFault, advice
 from gradgate.guard._outsiders import Outsiders
-from gradgate.guard._probes import Blame, Localisation, Probes
+from gradgate.guard._search import Blame, Localisation, Probes
 from gradgate.guard._state import TrainingState
 from gradgate.guard._trial import Outcome, Trial
 
@@ -48,9 +47,9 @@ class Recovered:
     outcome: Outcome | None
     kept: list[int]
     dropped: list[Dropped]
-    transient: list[Fault] = field(default_factory=list)
+    transient: list[StepFault] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    whole: Fault | None = None
+    whole: StepFault | None = None
     evidence: str = ""
 
 
@@ -84,7 +83,7 @@ class Recovery:
     refuse: Callable[[Sequence[Dropped]], None]
     with_others: bool = False
 
-    def run(self, fault: Fault) -> Recovered:
+    def run(self, fault: StepFault) -> Recovered:
         """Find who is to blame for a fault, and make the step without them.
 
         Args:
@@ -110,7 +109,7 @@ class Recovery:
             result.reasons.append(f"buffers appeared inside the step: {listed(appeared, 3)}")
         return result
 
-    def _run(self, fault: Fault, result: Recovered) -> Recovered:
+    def _run(self, fault: StepFault, result: Recovered) -> Recovered:
         if (outcome := self._left_to_scaler(fault, result.kept)) is not None:
             result.outcome = outcome
             return result
@@ -148,7 +147,7 @@ class Recovery:
                 return result
             fault = outcome.fault
 
-    def _probes(self, fault: Fault, rows: list[int], *, eager: bool) -> Probes:
+    def _probes(self, fault: StepFault, rows: list[int], *, eager: bool) -> Probes:
         return Probes(self.probe, self.state, self.reader, self._rows(rows), len(rows), fault, eager=eager)
 
     def _rows(self, rows: list[int]) -> Any:
@@ -163,7 +162,7 @@ class Recovery:
             return left
         return outcome
 
-    def _left_to_scaler(self, fault: Fault, rows: list[int]) -> Outcome | None:
+    def _left_to_scaler(self, fault: StepFault, rows: list[int]) -> Outcome | None:
         """Give the step with its overflow, for the scaler to see, if the overflow is gone without scaling."""
         if self.trial is self.probe or fault.cause != "non-finite gradient":
             return None
@@ -175,13 +174,13 @@ class Recovery:
         outcome.fault = None
         return outcome
 
-    def _refuse(self, result: Recovered, fault: Fault) -> None:
+    def _refuse(self, result: Recovered, fault: StepFault) -> None:
         try:
             self.refuse(result.dropped)
         except TooManyBadSamples as refused:
             raise refused from fault.error
 
-    def _give_up(self, result: Recovered, new: list[Dropped], kept: list[int], fault: Fault) -> Recovered:
+    def _give_up(self, result: Recovered, new: list[Dropped], kept: list[int], fault: StepFault) -> Recovered:
         """Make no step at all: nobody is left, or fewer than the model can work with."""
         result.dropped += new
         self._refuse(result, fault)
@@ -192,7 +191,7 @@ class Recovery:
         )
         return result
 
-    def _drop_all(self, result: Recovered, fault: Fault, found: Localisation) -> Recovered:
+    def _drop_all(self, result: Recovered, fault: StepFault, found: Localisation) -> Recovered:
         """Make no step here: every sample has the fault. Whether it is the code's is for all processes to say."""
         self.state.restore()
         result.whole, result.evidence = fault, _explained(found, len(result.kept))
@@ -202,7 +201,7 @@ class Recovery:
         result.kept = []
         return result
 
-    def _raise(self, fault: Fault, result: Recovered, evidence: str) -> NoReturn:
+    def _raise(self, fault: StepFault, result: Recovered, evidence: str) -> NoReturn:
         """Raise a fault that is nobody's."""
         if result.dropped:
             rows = listed([drop.row for drop in result.dropped])
@@ -213,7 +212,7 @@ class Recovery:
         raise_as_it_is(fault, self.size, evidence, why, fix)
 
 
-def raise_as_it_is(fault: Fault, size: int, evidence: str, why: str = "", fix: str = "") -> NoReturn:
+def raise_as_it_is(fault: StepFault, size: int, evidence: str, why: str = "", fix: str = "") -> NoReturn:
     """Raise a fault that no sample is blamed for: the user's exception with the evidence behind it, or our own.
 
     Args:

@@ -1,18 +1,106 @@
-"""What a guarded step gives back, and what a guarded run looked like."""
+"""What a guarded call gives back, what a guard counts over a run, and incidents as people read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 import torch
 
-from gradgate.errors import GradgateError
-from gradgate.guard._tables import text_table
+from gradgate.errors import ArgumentValueError, GradgateError
 from gradgate.records import Incident
 
-__all__ = ["GuardResult", "Summary"]
+# --- Tables ---------------------------------------------------------------------------------------------------------
+
+
+SHOWN = 20
+WIDEST = 60
+
+
+def incident_table(incidents: Sequence[Incident]) -> str:
+    """Write incidents as a table.
+
+    Args:
+        incidents: What to write; after the first 20 only their number.
+
+    Returns:
+        One line for each, under a heading.
+
+    Examples:
+        >>> print(incident_table([Incident(stage="loss", cause="non-finite loss", row=3, message="inf")]))
+        row  sample  stage  cause            where  what
+        3    -       loss   non-finite loss  -      inf
+    """
+    head: tuple[str, ...] = ("row", "sample", "stage", "cause", "where", "what")
+    lines = [_cells(incident) for incident in incidents[:SHOWN]]
+    if any(incident.world_size > 1 for incident in incidents):
+        head = ("rank", *head)
+        lines = [(str(one.rank), *cells) for one, cells in zip(incidents[:SHOWN], lines, strict=True)]
+    table = text_table(head, lines)
+    more = len(incidents) - SHOWN
+    return f"{table}\n... and {more} more" if more > 0 else table
+
+
+def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Write lines under a heading in columns.
+
+    Args:
+        head: The names of the columns.
+        lines: The cells of each line.
+
+    Returns:
+        The table, without a newline at the end.
+    """
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    written = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [head, *lines]
+    )
+    return "\n".join(line.rstrip() for line in written)
+
+
+def incident_line(incident: Incident) -> str:
+    """Write an incident as one line for the log.
+
+    Args:
+        incident: The incident.
+
+    Returns:
+        The line.
+
+    Examples:
+        >>> incident_line(Incident(stage="loss", cause="non-finite loss", row=3, sample_id="a.png", step=7))
+        'step 7: dropped sample a.png (row 3): non-finite loss in loss'
+    """
+    row, sample, stage, cause, where, what = _cells(incident)
+    who = f"sample {sample} (row {row})" if incident.sample_id is not None else f"row {row}"
+    if "refused" in incident.details:
+        who = f"refused because of {who}"
+    elif incident.transient:
+        who = "a fault that did not come again, nothing dropped"
+    else:
+        who = f"dropped {who}"
+    place = "" if incident.where is None else f" at {where}"
+    step = "" if incident.step is None else f"step {incident.step}: "
+    return f"{step}{who}: {cause} in {incident.module or stage}{place}{': ' if what else ''}{what}"
+
+
+def _cells(incident: Incident) -> tuple[str, ...]:
+    message = " ".join(incident.message.split())
+    if incident.exception_type is not None:
+        message = f"{incident.exception_type.rpartition('.')[2]}: {message}"
+    return (
+        "-" if incident.row is None else str(incident.row),
+        incident.sample_id or "-",
+        incident.stage,
+        incident.cause,
+        incident.where or "-",
+        message if len(message) <= WIDEST else f"{message[: WIDEST - 3]}...",
+    )
+
+
+# --- Results --------------------------------------------------------------------------------------------------------
 
 
 class GuardResult:
@@ -125,3 +213,86 @@ class Summary:
 
 def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+# --- Counts of a run ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Tally:
+    """The counts of a run.
+
+    Attributes:
+        steps: Steps made.
+        samples: Samples they had.
+        bad_steps: Steps with bad samples.
+        in_a_row: Bad steps since the last good one.
+        dropped: Samples dropped.
+        transient: Faults that did not come again.
+        causes: Samples dropped, by cause.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    bad_steps: int = 0
+    in_a_row: int = 0
+    dropped: int = 0
+    transient: int = 0
+    causes: dict[str, int] = field(default_factory=dict)
+
+    def after_step(self, size: int, *, bad: bool, incidents: Sequence[Incident] = ()) -> Tally:
+        """Give the counts after a step; these stay as they are, so that a step is counted in one assignment."""
+        return replace(
+            self.after_incidents(incidents),
+            steps=self.steps + 1,
+            samples=self.samples + size,
+            bad_steps=self.bad_steps + bad,
+            in_a_row=self.in_a_row + 1 if bad else 0,
+        )
+
+    def after_incidents(self, incidents: Sequence[Incident]) -> Tally:
+        """Give the counts with what was dropped, and with what was not because it did not come again."""
+        if not incidents:
+            return self
+        causes = Counter(incident.cause for incident in incidents if not incident.transient)
+        dropped = causes.total()
+        return replace(
+            self,
+            dropped=self.dropped + dropped,
+            transient=self.transient + len(incidents) - dropped,
+            causes=dict(Counter(self.causes) + causes),
+        )
+
+    def summary(self) -> Summary:
+        """Give the counts for people."""
+        return Summary(
+            steps=self.steps,
+            samples=self.samples,
+            bad_steps=self.bad_steps,
+            dropped=self.dropped,
+            transient=self.transient,
+            causes=dict(self.causes),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the counts as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Tally:
+        """Make the counts again.
+
+        Args:
+            state: What `state_dict` gave.
+
+        Raises:
+            ArgumentValueError: It is something else.
+        """
+        expected = {entry.name for entry in fields(cls)}
+        if set(state) != expected:
+            raise ArgumentValueError(
+                f"Guard.load_state_dict(): the entries are {sorted(map(str, state))}.",
+                why=f"the state of a guard has the entries {sorted(expected)}.",
+                fix='guard.load_state_dict(checkpoint["guard"])   # saved as guard.state_dict()',
+            )
+        return cls(**{**state, "causes": dict(state["causes"])})

@@ -1,23 +1,45 @@
-"""Which rows make a test fail: group testing over row numbers, with no knowledge of models.
+"""Who is to blame for a fault: hints from one replay, and tests of the user's function on groups of rows.
 
-A test says of a list of rows whether it passes, fails in the *same* way as the whole batch did, or in some *other* way.
-A sample that fails only alone is not bad, so every group is tested together with an *anchor*: two rows that pass. Where
-small groups fail in another way, the search is repeated at full size: each group is repeated until it is as long as the
-batch. If nothing passes then either, every row fails, and the fault is not in the data.
-
-Hints only say which rows to test first. A row is guilty if it makes the anchor fail while as many good rows pass: a
-fault of the *size* of the batch is nobody's. Rows fail *together* if every smaller set of them passes.
-
-One guilty row of n takes about log2(n) + 5 tests: after each of the first finds the caller tries the rest. For many,
-groups are of the size that passes half of the time, judged by what was found so far (nested group testing after Sobel
-and Groll): k guilty rows of n take at most 2 k (log2(n / k) + 2) tests and a few to begin with.
+A hint - the module whose output first has a bad row, the gradient that is not finite - only says where to look
+first. Nobody is dropped on a hint: a row is blamed if the batch passes without it and fails with it.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import cycle, islice
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from gradgate._patches import Patches
+from gradgate._source import Line, definition_line, running_line, written
+from gradgate._torch_compat import (
+    ThreadModes,
+    call_with_gradient,
+    compiled_as_written,
+    watched_modules,
+    write_grad_mode,
+    write_mark,
+)
+from gradgate._trees import with_own_containers
+from gradgate.errors import GradgateError
+from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, non_finite_rows, taking, tensors_in
+from gradgate.guard._faults import StepFault, must_pass
+from gradgate.guard._state import TrainingState
+from gradgate.guard._trial import Outcome, Trial
+from gradgate.records import Stage
+
+# --- Group testing --------------------------------------------------------------------------------------------------
+
 
 Group = list[int]
 SCREENED = 8
@@ -259,3 +281,350 @@ def _parts(group: Group, count: int) -> Iterator[Group]:
 def spread(rows: Sequence[int], count: int) -> Group:
     """Choose some rows from all over, without repeats."""
     return list(rows) if len(rows) <= count else [rows[number * len(rows) // count] for number in range(count)]
+
+
+# --- Hints: what modules took and gave ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Sighting:
+    """Rows that were not finite, and the module and line that this is laid to; None for the batch or the loss."""
+
+    rows: frozenset[int]
+    module: torch.nn.Module | None
+    where: str | None
+    norms: dict[int, float] = field(default_factory=dict)
+
+
+class Observer:
+    """Hooks around one replay.
+
+    Args:
+        size: How many samples the batch holds.
+        batch_dim: The dimension of the samples.
+        patches: Notes the hooks.
+        values: Look at the values that modules take and give.
+        gradients: Look at the gradients that come back to what modules gave.
+    """
+
+    def __init__(
+        self, size: int, batch_dim: int, patches: Patches, *, values: bool = False, gradients: bool = False
+    ) -> None:
+        self._size = size
+        self._batch_dim = batch_dim
+        self._patches = patches
+        self._values = values
+        self._gradients = gradients
+        self._thread = threading.get_ident()
+        self._watching = ExitStack()
+        self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
+        self._finite: tuple[torch.nn.Module | None, Line | None] = (None, None)
+        self._itself = weakref.proxy(self)
+        self._hooked: set[tuple[Node | torch.Tensor, int]] = set()
+        self._done = False
+        self.modules: dict[torch.nn.Module, None] = {}
+        self.sightings: list[Sighting] = []
+
+    def __enter__(self) -> Observer:
+        self._watching.enter_context(watched_modules(self._patches, self._enter_module, self._leave_module))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._watching.close()
+        self._hooked.clear()
+
+    @property
+    def hint(self) -> frozenset[int]:
+        """The rows that were not finite before they were mixed into all others, as far as rows are samples."""
+        return self.sightings[-1].rows if self.sightings else frozenset()
+
+    def look(self, batch: Any) -> None:
+        """Look at the values of a batch before it is used."""
+        if self._values:
+            self._look(tensors_in(batch), None)
+
+    def _look(self, tensors: list[torch.Tensor], module: torch.nn.Module | None) -> None:
+        """Look at what a module takes or gives, and note which rows are not finite while these are some of them."""
+        rows = frozenset[int]().union(*map(self._rows, tensors))
+        if rows and len(rows) < self._size:
+            if rows != self.hint:
+                self.sightings.append(Sighting(rows, module, _written(running_line()) if module else None))
+        elif rows and self.sightings:
+            self._done = True  # all rows at once after some: something mixed them
+
+    def _rows(self, tensor: torch.Tensor) -> frozenset[int]:
+        known, mark = self._known.get(id(tensor)), write_mark(tensor)
+        if known is None or known[0] is not tensor or known[1] != mark:
+            known = self._known[id(tensor)] = tensor, mark, non_finite_rows([tensor], self._size, self._batch_dim)
+        return known[2]
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.modules[module] = None
+            if self._values and not self._done:
+                self._look(tensors_in(args), module)
+
+    def _leave_module(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if threading.get_ident() != self._thread or self._done:
+            return
+        if self._values:
+            self._look(tensors_in(output), module)
+        if self._gradients:
+            self._watch(module, [tensor for tensor in tensors_in(output) if tensor.requires_grad])
+
+    def _watch(self, module: torch.nn.Module, outputs: list[torch.Tensor]) -> None:
+        """Look at the gradients of what a module gave as soon as they come."""
+        for tensor in outputs:
+            source = (tensor if tensor.grad_fn is None else tensor.grad_fn), tensor.output_nr
+            # A container gives what its last child gave, and the innermost module that gave it is the one to ask.
+            if source in self._hooked:
+                continue
+            self._hooked.add(source)
+            # A hook must not hold the tensor that will hold it, nor the observer, which holds some of them.
+            look = partial(Observer._look_back, self._itself, module=module, line=running_line())
+            if isinstance(source[0], torch.Tensor):
+                call_with_gradient(self._patches, source[0], look)
+            else:  # the same gradient, for an eighth of the cost of a hook on the tensor
+                source[0].register_prehook(partial(_of_output, source[1], look))
+
+    def _look_back(self, grad: torch.Tensor, module: torch.nn.Module, line: Line | None) -> None:
+        if self._done:
+            return
+        rows = non_finite_rows([grad], self._size, self._batch_dim)
+        if not rows:
+            self._finite = module, line
+            return
+        self._done = True
+        if len(rows) < self._size:
+            # What came back to the module before was finite: it was born in that one's backward (or in the loss).
+            born_in, line = self._finite
+            self.sightings.append(Sighting(rows, born_in, _written(line), self._norms(grad, rows)))
+
+    def _norms(self, grad: torch.Tensor, rows: frozenset[int]) -> dict[int, float]:
+        dim = batch_dim_of(grad, self._size, self._batch_dim)
+        assert dim is not None
+        chosen, others = sorted(rows), [axis for axis in range(grad.dim()) if axis != dim]
+        values = grad.index_select(dim, index_of(chosen).to(grad.device))
+        norms = torch.linalg.vector_norm(values, dim=others) if others else values.abs()
+        return dict(zip(chosen, norms.tolist(), strict=True))
+
+
+def _of_output(number: int, look: Callable[[torch.Tensor], None], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Look at the gradient of one output of a node."""
+    if (gradient := gradients[number]) is not None:
+        look(gradient)
+
+
+def _written(line: Line | None) -> str | None:
+    return None if line is None else written(line)
+
+
+# --- Probes: the user's function on some rows -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Rows that are to blame, and for what.
+
+    Attributes:
+        rows: One row, or rows that fail only together.
+        fault: The fault of the batch.
+        message: What was said when these rows were tested by themselves, else what the batch said.
+        stage: Where it showed first.
+        module: The module it is laid to.
+        where: The user's line.
+        norm: The norm of the gradient that came back to the row.
+        method: How it was found.
+    """
+
+    rows: tuple[int, ...]
+    fault: StepFault
+    message: str
+    stage: Stage
+    module: torch.nn.Module | None
+    where: str | None
+    norm: float | None
+    method: str
+
+
+@dataclass(slots=True)
+class Localisation:
+    """What a search for the guilty rows gave so far.
+
+    Attributes:
+        blames: Who is to blame.
+        everyone: Whether every sample that was tested fails.
+        by_size: Whether as many samples that pass otherwise fail in the same way.
+        repeated: Whether the fault came again at all under the same state.
+        tests: How many tests were made.
+        modules: The modules that ran.
+    """
+
+    blames: list[Blame] = field(default_factory=list)
+    everyone: bool = False
+    by_size: bool = False
+    repeated: bool = False
+    tests: int = 0
+    modules: list[torch.nn.Module] = field(default_factory=list)
+
+
+class Probes:
+    """Runs the user's function on rows of one batch, to find out which of them are to blame for a fault.
+
+    Args:
+        trial: Runs the user's function.
+        state: Is put back before each run.
+        reader: Takes rows of the batch.
+        batch: The batch.
+        size: How many samples it holds.
+        eager: Something compiled may run. It runs as it was written, so that hooks see inside and no size is compiled.
+        fault: The fault of the whole batch.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        state: TrainingState,
+        reader: BatchReader,
+        batch: Any,
+        size: int,
+        fault: StepFault,
+        *,
+        eager: bool,
+    ) -> None:
+        self.found = Localisation()
+        self._trial = trial
+        self._state = state
+        self._batch = batch
+        self._size = size
+        self._fault = fault
+        self._eager = eager
+        self._batch_dim = reader.batch_dim
+        self._take = reader.taking(batch, size)
+        self._runs_backward = fault.stage == "backward"
+        self._recording = self._runs_backward
+        self._passed = False
+        self._ambient = torch.is_grad_enabled()
+        self._messages: dict[int, str] = {}
+
+    def localise(self) -> Iterator[Localisation]:
+        """Find who is to blame; pause whenever the batch without them may pass. Going on means that it fails as before.
+
+        `found` says why where nobody is blamed in the end.
+        """
+        observer, hint = self._replay()
+        if not self.found.repeated:
+            return
+        hint = hint or self._suspects()
+        search = Search(list(range(self._size)), self._test, hint)
+        for _ in search.run():
+            self.found.tests = search.tests
+            self.found.blames = [self._blame(rows, hint, observer.sightings) for rows in search.groups]
+            yield self.found
+        self.found.tests, self.found.everyone, self.found.by_size = search.tests, search.everyone, search.by_size
+
+    def _replay(self) -> tuple[Observer, frozenset[int]]:
+        """Run the batch again to see which rows to suspect; without recording if the fault shows so too."""
+        fault = self._fault
+        values, gradients = fault.error is None and not self._runs_backward, fault.cause == "non-finite gradient"
+        for recording in (True,) if self._runs_backward else (False, True):  # some losses call backward themselves
+            self._recording = recording
+            observer = Observer(self._size, self._batch_dim, self._state.patches, values=values, gradients=gradients)
+            batch = with_own_containers(self._batch)
+            with observer:
+                observer.look(batch)
+                outcome = self._run(batch, self._size)
+            self.found.modules = list(observer.modules)
+            if outcome.fault is not None and outcome.fault.same_as(fault):
+                break
+        again = outcome.fault
+        if again is not None and (again.same_as(fault) or (self._eager and again.error and fault.error)):
+            self._fault = again  # compiled code words its errors differently
+            self.found.repeated = True
+        return observer, outcome.bad_rows or observer.hint
+
+    def _suspects(self) -> frozenset[int]:
+        """Search in the module that raised alone, as if its arguments had a row for each sample: a hint for little."""
+        call = self._fault.call
+        if call is None or self._runs_backward or next(call.module.children(), None) is not None:
+            return frozenset()
+        args, kwargs = (taking(tree, self._size, self._batch_dim) for tree in (call.args, call.kwargs))
+        everything = list(range(self._size))
+
+        def test(rows: Group) -> Verdict:
+            index = index_of(rows)
+            try:
+                call.module(*args(index), **kwargs(index))
+            except Exception as error:
+                if must_pass(error):
+                    raise
+                return Verdict.SAME if self._fault.same_as(StepFault.raised(error)) else Verdict.OTHER
+            return Verdict.PASSES
+
+        with self._as_written(), self._recorded(False):
+            if test(everything) is not Verdict.SAME:
+                return frozenset()
+            search, found = Search(everything, test), frozenset[int]()
+            for _ in search.run():
+                found = frozenset(row for rows in search.groups for row in rows)
+                if test([row for row in everything if row not in found]) is not Verdict.SAME:
+                    break
+        return found
+
+    def _test(self, rows: Group) -> Verdict:
+        """Test rows of the batch with the user's whole function, and backward where the fault showed there."""
+        outcome = self._run(self._take(rows, index_of(rows)), len(rows))
+        if outcome.fault is None:
+            self._passed = True
+            return Verdict.PASSES
+        # A loss that leaves a NaN out of a large batch, but not its gradient, may have to take it in a small one.
+        spoilt = (self._fault.cause, outcome.fault.cause) == ("non-finite gradient", "non-finite loss")
+        if not spoilt and not self._fault.same_as(outcome.fault):
+            if self._recording or self._passed:
+                return Verdict.OTHER
+            self._recording = True  # behind the fault, the loss may call backward itself
+            return self._test(rows)
+        if len(set(rows)) <= 3:  # what a suspect beside an anchor says is its own
+            self._messages.update(dict.fromkeys(rows, outcome.fault.message))
+        return Verdict.SAME
+
+    def _run(self, batch: Any, size: int) -> Outcome:
+        self._state.restore()
+        run = self._trial.run if self._runs_backward else self._trial.forward
+        with self._as_written(), self._recorded(self._recording and self._ambient):
+            try:
+                return run(batch, size)
+            except GradgateError:
+                raise
+            except Exception as error:  # not to be caught, but it may come from the number of rows alone
+                if must_pass(error):
+                    raise
+                return Outcome(StepFault.raised(error))
+
+    @contextmanager
+    def _recorded(self, flag: bool) -> Iterator[None]:
+        """Set the mode of autograd, in a way that an interrupt cannot tear apart."""
+        with self._state.patches.block():
+            self._state.patches.later(ThreadModes().restore)
+            write_grad_mode(flag)
+            yield
+
+    def _as_written(self) -> AbstractContextManager[None]:
+        return compiled_as_written(self._state.patches) if self._eager else nullcontext()
+
+    def _blame(self, rows: tuple[int, ...], hint: frozenset[int], sightings: list[Sighting]) -> Blame:
+        fault = self._fault
+        message = self._messages.get(rows[0], fault.message)
+        where = fault.where or definition_line(self._trial.function)
+        method = "search with the whole function"
+        if hint.issuperset(rows):
+            kind = "gradients" if self._runs_backward else "values"
+            method = f"{kind} that are not finite" if fault.error is None else "search in the module that raised"
+        first = next((sighting for sighting in sightings if sighting.rows.issuperset(rows)), None)
+        if first is None:
+            return Blame(rows, fault, message, fault.stage, fault.module, where, None, method)
+        # Where a row was first seen not to be finite.
+        stage: Stage = "forward" if fault.stage == "loss" else fault.stage
+        if first.module is None and not self._runs_backward:
+            method += ", in the batch itself"
+        return Blame(rows, fault, message, stage, first.module, first.where or where, first.norms.get(rows[0]), method)

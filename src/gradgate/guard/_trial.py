@@ -12,9 +12,8 @@ import torch
 from gradgate._finite import FiniteCheck
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.guard._advice import check_call, refuse_own_backward
-from gradgate.guard._faults import Fault, must_pass
-from gradgate.guard._finite import non_finite_rows, tensors_in
+from gradgate.guard._batches import non_finite_rows, tensors_in
+from gradgate.guard._faults import StepFault, check_call, must_pass, refuse_own_backward
 from gradgate.guard._state import TrainingState
 from gradgate.records import Stage
 
@@ -44,7 +43,7 @@ class Outcome:
         bad_rows: The rows that are not finite, where the result is per sample.
     """
 
-    fault: Fault | None = None
+    fault: StepFault | None = None
     value: Any = None
     per_sample: torch.Tensor | None = None
     bad_rows: frozenset[int] | None = None
@@ -53,7 +52,7 @@ class Outcome:
 class Trial(Protocol):
     """A try that can be made again and again."""
 
-    walks_back: bool
+    runs_backward: bool
     catch: Catch
 
     def forward(self, batch: Any, size: int) -> Outcome:
@@ -62,7 +61,7 @@ class Trial(Protocol):
     def run(self, batch: Any, size: int) -> Outcome:
         """Run it as the step does."""
 
-    def let_go(self, *, but: Collection[Fault | None]) -> None:
+    def let_go(self, *, but: Collection[StepFault | None]) -> None:
         """Drop the tracebacks of faults so far: they hold what the user's code held when it failed."""
 
     @property
@@ -74,9 +73,9 @@ class _Catching:
     """Keeps the faults that were caught, to let go of what they hold."""
 
     catch: Catch
-    _faults: list[Fault]
+    _faults: list[StepFault]
 
-    def let_go(self, *, but: Collection[Fault | None]) -> None:
+    def let_go(self, *, but: Collection[StepFault | None]) -> None:
         """Drop the tracebacks of faults so far, except of some; else activations would wait for the garbage collector.
 
         Args:
@@ -87,9 +86,9 @@ class _Catching:
                 fault.error.with_traceback(None)  # also where the class lets nobody set an attribute
         self._faults.clear()
 
-    def _fault(self, error: BaseException, stage: Stage | None = None) -> Fault:
+    def _fault(self, error: BaseException, stage: Stage | None = None) -> StepFault:
         """Make a fault of an exception that was caught."""
-        fault = Fault.raised(error, stage)
+        fault = StepFault.raised(error, stage)
         self._faults.append(fault)
         return fault
 
@@ -105,7 +104,7 @@ class LossTrial(_Catching):
         scaler: Scales the loss before backward.
     """
 
-    walks_back = True
+    runs_backward = True
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class LossTrial(_Catching):
             number = float(loss.item())
             if not math.isfinite(number):
                 return self._blame_loss(outcome, number, size)
-            outcome.fault = Fault("non-finite gradient", "backward", loss=number)
+            outcome.fault = StepFault("non-finite gradient", "backward", loss=number)
         return outcome
 
     def _call(self, batch: Any, size: int) -> Outcome:
@@ -193,7 +192,7 @@ class LossTrial(_Catching):
         )
 
     def _blame_loss(self, outcome: Outcome, number: float, size: int) -> Outcome:
-        outcome.fault = Fault("non-finite loss", "loss", loss=number)
+        outcome.fault = StepFault("non-finite loss", "loss", loss=number)
         if outcome.per_sample is not None:
             outcome.bad_rows = non_finite_rows([outcome.per_sample], size, 0)
         return outcome
@@ -208,7 +207,7 @@ class OutputTrial(_Catching):
         batch_dim: The dimension of the samples.
     """
 
-    walks_back = False
+    runs_backward = False
 
     def __init__(self, function: Callable[[Any], Any], catch: Catch, batch_dim: int) -> None:
         self.function = function
@@ -226,7 +225,7 @@ class OutputTrial(_Catching):
             return Outcome(self._fault(error))
         outcome.bad_rows = non_finite_rows(tensors_in(outcome.value), size, self._batch_dim)
         if outcome.bad_rows:
-            outcome.fault = Fault("non-finite output", "forward")
+            outcome.fault = StepFault("non-finite output", "forward")
         return outcome
 
     def run(self, batch: Any, size: int) -> Outcome:

@@ -1,4 +1,4 @@
-"""Every rank has a shard of the model (FSDP2): gathered before a step, run alone, gradients reduced at its end."""
+"""Ranks that each have a part of every parameter, in FSDP2 (`fully_shard`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from torch import distributed
 
 from gradgate._finite import FiniteCheck
 from gradgate._torch_compat import alone_in_shards, reduce_shards
-from gradgate.guard._ranks import Ranks
-from gradgate.guard._replicas import scale_and_add, signature
-from gradgate.guard._shares import Share, Totals
 from gradgate.guard._state import TrainingState
-
-__all__ = ["Shards"]
+from gradgate.guard.distributed._ranks import Ranks, RankTotals, Share
+from gradgate.guard.distributed._replicas import scale_and_add, signature
 
 
 class Shards(Ranks):
@@ -74,7 +71,7 @@ class Shards(Ranks):
     def withdraw(self) -> None:
         """Do nothing: nothing was sent."""
 
-    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> Totals:
+    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
         """Add up what all ranks tell.
 
         Args:
@@ -90,7 +87,7 @@ class Shards(Ranks):
         """
         return self.add_up(share, [parameter.grad is not None for parameter in self._trained()], in_haste=in_haste)
 
-    def settle(self, share: Share, totals: Totals, state: TrainingState) -> None:
+    def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
         """Reduce the mean gradients of all ranks to their shards; while accumulating, keep this rank's part in them.
 
         Args:

@@ -1,9 +1,10 @@
-"""The ranks of a training, and how they talk: the one file of the guard that makes collectives of its own."""
+"""The ranks of a training, what they tell each other about a step, and the only collectives that the guard makes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,105 @@ from torch import distributed
 
 from gradgate._names import text_of
 from gradgate.errors import ArgumentValueError, OtherRankError
-from gradgate.guard._shares import WIDTH, Share, Totals
 
-__all__ = ["FAREWELL", "Ranks"]
+# --- What a rank says -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Share:
+    """One rank's part in a step.
+
+    Attributes:
+        size: How many samples its batch has.
+        kept: How many of them take part.
+        bad: How many are dropped.
+        whole: Whether every one of them fails.
+        failed: Whether there was an exception that no sample is blamed for.
+        told: Whether it has incidents to tell.
+        more: Whether it has another batch.
+        stale: Whether the gradients that it has sent are not those that count.
+        earlier: Whether it has gradients of earlier steps.
+        loss: Its mean loss over what takes part.
+    """
+
+    size: int = 0
+    kept: int = 0
+    bad: int = 0
+    whole: bool = False
+    failed: bool = False
+    told: bool = False
+    more: bool = False
+    stale: bool = False
+    earlier: bool = False
+    loss: torch.Tensor | None = None
+
+    def write(self, numbers: torch.Tensor, present: Sequence[bool]) -> None:
+        """Write the share as numbers.
+
+        Args:
+            numbers: Where to: `WIDTH` of them, and as many as `present` has.
+            present: Whether this rank has a gradient for each parameter.
+        """
+        flags = (self.size > 0, self.whole, self.failed, self.told, self.more, self.stale, self.earlier)
+        absent = [] if all(present) else [place for place, there in enumerate(present) if not there]
+        loss = 0.0 if self.loss is None or not self.loss.is_cpu else float(self.loss.item()) * self.kept
+        counts = [self.size, self.kept, self.bad, *flags, len(absent), loss, *[1.0] * len(present)]
+        numbers.copy_(torch.tensor(counts, dtype=numbers.dtype), non_blocking=True)
+        if self.loss is not None and not self.loss.is_cpu:  # not read by the host
+            numbers[WIDTH - 1].copy_(self.loss.detach() * self.kept)
+        for place in absent:
+            numbers[WIDTH + place] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankTotals:
+    """The shares of all ranks, added: counts of samples, and of ranks of which something is true.
+
+    Attributes:
+        size: Samples.
+        kept: Samples that take part.
+        bad: Samples that are dropped.
+        busy: Ranks that have samples.
+        whole: Ranks of which every sample fails.
+        failed: Ranks with an exception that no sample is blamed for.
+        told: Ranks with incidents.
+        more: Ranks with another batch.
+        stale: Ranks that sent what does not count.
+        earlier: Ranks with gradients of earlier steps.
+        absent: Gradients that a rank does not have.
+        loss: The sum of the losses of what takes part.
+        present: Which parameters have a gradient anywhere; None for all.
+    """
+
+    size: int
+    kept: int
+    bad: int
+    busy: int
+    whole: int
+    failed: int
+    told: int
+    more: int
+    stale: int
+    earlier: int
+    absent: int
+    loss: float
+    present: tuple[bool, ...] | None
+
+    @classmethod
+    def read(cls, numbers: torch.Tensor) -> RankTotals:
+        """Read the numbers of all ranks."""
+        *counts, loss = numbers[:WIDTH].tolist()
+        size, kept, bad, busy, whole, failed, told, more, stale, earlier, absent = map(int, counts)
+        present = tuple((numbers[WIDTH:] > 0).tolist()) if absent else None
+        return cls(size, kept, bad, busy, whole, failed, told, more, stale, earlier, absent, loss, present)
+
+
+WIDTH = 12
+"""How many numbers a share is, besides one for each parameter."""
+
+
+# --- Collectives ----------------------------------------------------------------------------------------------------
+
 
 # How long an interrupted rank goes on to tell the others; whoever interrupts does not want to wait.
 FAREWELL = timedelta(seconds=20)
@@ -49,7 +146,7 @@ class Ranks:
             else:
                 work.wait()
 
-    def add_up(self, share: Share, present: Sequence[bool], *, in_haste: bool = False) -> Totals:
+    def add_up(self, share: Share, present: Sequence[bool], *, in_haste: bool = False) -> RankTotals:
         """Add up what all ranks tell, in one collective of its own.
 
         Args:
@@ -63,7 +160,7 @@ class Ranks:
         numbers = torch.zeros(WIDTH + len(present), dtype=torch.float64, device=self.device)
         share.write(numbers, present)
         self.add(numbers, in_haste=in_haste)
-        return Totals.read(numbers)
+        return RankTotals.read(numbers)
 
     def gather(self, value: Any) -> list[Any]:
         """Give what every rank has, to every rank.

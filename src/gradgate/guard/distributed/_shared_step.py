@@ -1,35 +1,30 @@
-"""One step that several ranks make together: each finds its bad samples alone, then all decide as one.
-
-Nothing between the start of the step and the exchange waits for another rank, so that a rank may search as long as it
-must while the others wait in the exchange, and whatever it finds (or raises) reaches all of them there.
-"""
+"""One step of all ranks: each finds its own bad samples, all agree on what counts, and all make the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from gradgate._names import class_name, text_of
 from gradgate._trees import with_own_containers
-from gradgate.errors import OtherRankError
-from gradgate.guard._advice import advice, check_function
-from gradgate.guard._agreement import Agreement
+from gradgate.errors import ArgumentValueError, OtherRankError
 from gradgate.guard._batches import Ids
-from gradgate.guard._faults import Fault
-from gradgate.guard._incidents import Recorder, Wishes, hand_over, log
-from gradgate.guard._judging import refuse_row, refuse_share, refused
+from gradgate.guard._faults import StepFault, advice, check_function
+from gradgate.guard._incidents import IncidentRecorder, Wishes, hand_over, log, refuse_row, refuse_share, refused
 from gradgate.guard._recovery import Dropped, Recovered, raise_as_it_is
 from gradgate.guard._result import GuardResult
-from gradgate.guard._shares import Share, Totals
 from gradgate.guard._trial import LossTrial, Outcome, Scaler
+from gradgate.guard.distributed._process_groups import Agreement
+from gradgate.guard.distributed._ranks import RankTotals, Share
 from gradgate.records import Incident
 
 if TYPE_CHECKING:
     from gradgate.guard._guard import Guard
 
-__all__ = ["SharedStep"]
+
+# --- The step -------------------------------------------------------------------------------------------------------
 
 
 class SharedStep:
@@ -51,7 +46,7 @@ class SharedStep:
         self._size = 0
         self._outcome = Outcome()
         self._recovered: Recovered | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: IncidentRecorder | None = None
         self._snapshot: bytes | None = None
         self._incidents: tuple[Incident, ...] = ()
 
@@ -134,7 +129,7 @@ class SharedStep:
             self._guard._look_around(loss)
         self._agreement.before_backward(self._size, self._guard._state)
 
-    def _search(self, trial: LossTrial, fault: Fault, writes: int) -> None:
+    def _search(self, trial: LossTrial, fault: StepFault, writes: int) -> None:
         guard = self._guard
         self._agreement.withdraw()
         if guard._reader.writes(self._batch) != writes:
@@ -214,7 +209,7 @@ class SharedStep:
             fix="# see the tracebacks of the other ranks",
         )
 
-    def _judge(self, totals: Totals, incidents: tuple[Incident, ...], packs: Sequence[Any]) -> None:
+    def _judge(self, totals: RankTotals, incidents: tuple[Incident, ...], packs: Sequence[Any]) -> None:
         """Refuse the step if too much is bad; every rank comes to the same answer."""
         guard = self._guard
         too_many = totals.bad > guard.max_bad * totals.size
@@ -253,7 +248,7 @@ class SharedStep:
                 of_rank = [incident for incident in incidents if incident.rank == rank]
                 hand_over(of_rank, guard._sinks, samples, snapshot, payload=guard.payload)
 
-    def _result(self, kept: list[int], totals: Totals, reasons: list[str]) -> GuardResult:
+    def _result(self, kept: list[int], totals: RankTotals, reasons: list[str]) -> GuardResult:
         value = self._outcome.value
         like = torch.empty((), dtype=torch.float32) if value is None else value
         mean = totals.loss / totals.kept if totals.kept else float("nan")
@@ -273,6 +268,53 @@ def _allow(dropped: Sequence[Dropped]) -> None:
 
 
 def _told(error: BaseException) -> str:
-    where = Fault.raised(error).where if isinstance(error, Exception) else None
+    where = StepFault.raised(error).where if isinstance(error, Exception) else None
     first_line = next(iter(text_of(error).strip().splitlines()), "")
     return f"{class_name(type(error))}: {first_line}" + (f" ({where})" if where else "")
+
+
+# --- Batches for all ranks equally often ----------------------------------------------------------------------------
+
+
+END = object()
+
+
+def even_batches(guard: Guard, agreement: Agreement, loader: Iterable[Any]) -> Iterator[Any]:
+    """Give batches until no rank has any more, then batches of 0 rows (None where such a batch cannot be made).
+
+    Each step tells the other ranks whether this one has another batch, so there is one collective, at the beginning.
+    """
+    batches = iter(loader)
+    batch = next(batches, END)
+    nothing = None if batch is END else _of_no_rows(guard, batch)
+    forms = agreement.gather((batch is not END, nothing))
+    if not any(has_one for has_one, _ in forms):
+        return
+    if batch is END:
+        batch = nothing = next((form for _, form in forms if form is not None), None)
+        following = END
+    else:
+        following = next(batches, END)
+    while True:
+        guard._more, guard._others_have_more = following is not END, None
+        yield batch
+        if guard._others_have_more is None:
+            raise ArgumentValueError(
+                "Guard.batches(): no step was made with the last batch.",
+                why="the other ranks make one, and wait for this one.",
+                fix="for batch in guard.batches(loader): guard.backward(batch, loss_fn)   # with every batch",
+            )
+        if not guard._others_have_more:
+            return
+        if following is END:
+            batch = nothing
+        else:
+            batch, following = following, next(batches, END)
+
+
+def _of_no_rows(guard: Guard, batch: Any) -> Any:
+    """Make a batch of the same form with no rows; None if it cannot be, as with some functions of the user's."""
+    try:
+        return guard._reader.select(batch, [], guard._reader.count(batch))
+    except Exception:  # noqa: BLE001 - the batch itself is judged when it is used
+        return None

@@ -1,23 +1,90 @@
-"""Who trains a model together: found from its wrappers, and refused where running alone is not possible."""
+"""Who trains a model together: found from its wrappers, and refused where a rank cannot run the model alone."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import distributed
 
+from gradgate._finite import FiniteCheck
 from gradgate._names import listed
 from gradgate._torch_compat import Replica, shard_group, shard_roots
 from gradgate.errors import ArgumentTypeError
-from gradgate.guard._agreement import Agreement, Alone, in_a_group
-from gradgate.guard._replicas import Replicas
-from gradgate.guard._shards import Shards
 from gradgate.guard._state import TrainingState
+from gradgate.guard.distributed._ranks import RankTotals, Share
+from gradgate.guard.distributed._replicas import Replicas
+from gradgate.guard.distributed._shards import Shards
 
-__all__ = ["agreement_of", "unwrapped"]
+# --- What ranks agree on --------------------------------------------------------------------------------------------
+
+
+class Agreement(Protocol):
+    """Asked by the guard; every process of a training asks the same questions in the same order."""
+
+    has_whole_weights: bool
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+
+    def apart(self, *, training: bool) -> AbstractContextManager[None]:
+        """Let the model run without the other processes, as long as the block lasts."""
+
+    def meet(self, size: int, terms: Any) -> None:
+        """Make sure, once, that all have the same model and the same terms."""
+
+    def before_backward(self, size: int, state: TrainingState) -> None:
+        """Hear that backward comes next: what is ready may be sent while it runs."""
+
+    def check(self, usual: FiniteCheck) -> FiniteCheck:
+        """Give the way to look for NaN and Inf in gradients that costs least."""
+
+    def withdraw(self) -> None:
+        """Hear that what backward gave does not count."""
+
+    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
+        """Add up what all processes tell, and their gradients."""
+
+    def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
+        """Write the gradients that all have agreed on."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Give what every process has, to every process."""
+
+    def bring(self, evidence: Any, owners: Sequence[int]) -> dict[int, Any]:
+        """Bring what some processes have to the first one."""
+
+
+class SingleProcess:
+    """The agreement of one process: it does what it finds right. In a process group it still knows its number."""
+
+    has_whole_weights = True
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return distributed.get_rank() if in_a_group() else 0
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return distributed.get_world_size() if in_a_group() else 1
+
+
+def in_a_group() -> bool:
+    """Tell whether this process belongs to a process group."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+# --- Who trains a model together ------------------------------------------------------------------------------------
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -26,7 +93,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Agreement | Alone:
+def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Agreement | SingleProcess:
     """Find out with whom a model is trained.
 
     Args:
@@ -40,14 +107,14 @@ def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Ag
         ArgumentTypeError: The model cannot be run without the others, or parts of it are shared with others still.
     """
     if not in_a_group():
-        return Alone()
+        return SingleProcess()
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     _refuse_collectives_in_forward(parts)
     replicas = [part for part in parts if isinstance(part, Replica)]
     roots = [root for module in modules for root in shard_roots(module)]
     if not replicas and not roots:
         _refuse_inner_modules(parts)
-        return Alone()
+        return SingleProcess()
     if replicas and roots:
         _refuse("replicas (DistributedDataParallel) and shards (fully_shard)", "Guard(model)   # a guard for each")
     shared = {p for part in (*replicas, *roots) for p in part.parameters()}

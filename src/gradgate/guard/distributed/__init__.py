@@ -1,0 +1,1 @@
+"""The guard over several ranks: DistributedDataParallel and FSDP2."""
