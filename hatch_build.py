@@ -28,9 +28,7 @@ FLAGS = [
     "-Wno-psabi",
 ]
 # One object file for each level of the processor; kernels.c says which level is which.
-AVX2 = ["-mavx2"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-LEVELS = [[], AVX2, AVX512] if platform.machine() in ("x86_64", "AMD64") else [[]]
+LEVELS = [[], ["-mavx2"]] if platform.machine() in ("x86_64", "AMD64") else [[]]
 
 
 def sources_version(folder: Path = FOLDER) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import increment_version
 
 from gradgate import _native
-from gradgate._torch_compat import address_of, is_dispatched, is_traced, is_vmapped_the_old_way
+from gradgate._torch_compat import are_plain, is_traced, storage_address
 
 # The order of the enum in kernels.c, and what each dtype is added up in.
 _CODES = {
@@ -29,10 +29,13 @@ _CODES = {
     torch.int32: 7,
     torch.int64: 8,
 }
-_SUMMED = {dtype: torch.float32 if code in (0, 2, 3) else torch.float64 if code == 1 else torch.int64
-           for dtype, code in _CODES.items()}  # fmt: skip
 _FLOATS = {dtype: code for dtype, code in _CODES.items() if dtype.is_floating_point}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+DTYPES = _CODES.keys()
+_COMPUTED = dict.fromkeys(_CODES, torch.int64)
+_COMPUTED.update(dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float32))
+_COMPUTED[torch.float64] = torch.float64
+_LARGEST, _SMALLEST, _DIFFERENCES, _SQUARES, _EQUALS = 0, 1, 2, 3, 5
+_DISTANCES, _SHARES, _WEIGHTS = 0, 1, 2
 _CPU = torch.device("cpu")
 
 Shape: TypeAlias = tuple[int, int, int]  # outer, reduced, inner
@@ -42,64 +45,188 @@ library: Any = _native.library
 
 def usable(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernels may read tensors just as they lie in memory: on the CPU, and nothing traces the call."""
-    if is_traced() or library is None or is_dispatched():
-        return False
-    for x in tensors:
-        if type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided:
-            return False
-        if x.is_conj() or x.is_neg() or is_vmapped_the_old_way(x):
-            return False
-    return True
+    return not is_traced() and library is not None and are_plain(tensors)
 
 
-def takes(dtype: torch.dtype) -> bool:
-    """Tell whether the kernels know a dtype."""
-    return dtype in _CODES
+class Layout(NamedTuple):
+    """How a kernel sees a tensor: x as it lies in (outer, reduced, inner), the mask likewise.
 
-
-def _input(x: torch.Tensor, shape: Shape, mask: torch.Tensor | None, value: float | None) -> Any:
-    """Describe contiguous tensors; without a mask, the elements that equal the value are left out (NaN equals NaN)."""
-    whole = 0 if value is None or x.dtype.is_floating_point else int(value)
-    return _native.Input(
-        address_of(x),
-        None if mask is None else address_of(mask),
-        *shape,
-        math.nan if value is None else value,
-        whole,
-        _CODES[x.dtype],
-        torch.get_num_threads(),
-    )
-
-
-def valid(x: torch.Tensor, keep: torch.Tensor | None, value: float) -> torch.Tensor:
-    """Give the mask of what is kept and is not the value."""
-    x = x.contiguous()
-    keep = None if keep is None else keep.expand(x.shape).contiguous()
-    mask = torch.empty(x.shape, dtype=torch.bool, device=_CPU)
-    library.valid(_input(x, (1, x.numel(), 1), keep, value), address_of(mask))
-    return mask
-
-
-def sums(
-    x: torch.Tensor, shape: Shape, mask: torch.Tensor | None, value: float | None, *, mean: bool, counted: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Add up what is kept of each slice, or give the mean, and count it.
-
-    Gives (outer, inner) tensors, in float32 for halves and int64 for integers, and how many slices keep nothing.
+    Without a mask, the elements that equal `value` are left out; NaN equals NaN.
     """
-    outer, _, inner = shape
-    total = torch.empty((outer, inner), dtype=_SUMMED[x.dtype], device=_CPU)
-    number = torch.empty((outer, inner), dtype=torch.int64, device=_CPU) if counted else None
-    empty = library.sum(
-        _input(x, shape, mask, value), mean, address_of(total), None if number is None else address_of(number)
-    )
-    return total, number, _checked(empty)
+
+    x: torch.Tensor
+    shape: Shape
+    mask: torch.Tensor | None
+    value: float = math.nan
+
+    def described(self) -> Any:
+        """Give the struct that a kernel reads."""
+        x, shape, mask, value = self
+        code, whole = _CODES[x.dtype], 0
+        if value == value and code >= 2:
+            if x.dtype.is_floating_point:
+                value = torch.tensor(value, dtype=x.dtype).item()  # rounded as an element is
+            else:
+                whole = int(value)
+        start = None if mask is None else address_of(mask)
+        return _native.Input(address_of(x), start, *shape, value, whole, code, torch.get_num_threads())
+
+
+def address_of(x: torch.Tensor) -> int:
+    """Give the address of the first element; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
+    offset = int(x.storage_offset())
+    return storage_address(x) + offset * x.element_size() if offset else storage_address(x)
+
+
+def _made(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
 def _checked(result: int) -> int:
     if result < 0:
         raise MemoryError("gradgate's native kernels could not get the memory that they need")
     return result
+
+
+def valid(x: torch.Tensor, keep: torch.Tensor | None, value: float) -> torch.Tensor:
+    """Give the mask of what is kept and is not the value; x and keep are contiguous and of one shape."""
+    mask = _made(x.shape, torch.bool)
+    library.valid(Layout(x, (1, x.numel(), 1), keep, value).described(), mask.data_ptr())
+    return mask
+
+
+def count(mask: torch.Tensor, shape: Shape, out_shape: Sequence[int]) -> torch.Tensor:
+    """Count what a contiguous mask keeps of each slice."""
+    number = _made(out_shape, torch.int64)
+    library.count(address_of(mask), *shape, number.data_ptr(), torch.get_num_threads())
+    return number
+
+
+def sums(layout: Layout, out_shape: Sequence[int], *, mean: bool = False, counted: bool = True) -> Sums:
+    """Add up what is kept of each slice, or give its mean; in float32 for halves, and int64 for integers."""
+    total = _made(out_shape, _COMPUTED[layout.x.dtype])
+    number = _made(out_shape, torch.int64) if counted else None
+    address = None if number is None else number.data_ptr()
+    empty = library.sum(layout.described(), mean, total.data_ptr(), address)
+    return Sums(total, number, _checked(empty))
+
+
+class Sums(NamedTuple):
+    """The sums or means of slices, the numbers kept, and how many slices keep nothing."""
+
+    total: torch.Tensor
+    number: torch.Tensor | None
+    empty: int
+
+
+def squares(layout: Layout, out_shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add up the squares of the distances to the mean of what is kept of each slice; give the means and numbers too."""
+    mean, number, _ = sums(layout, out_shape, mean=True)
+    assert number is not None
+    # The mean is as exact as its dtype can be, so that equal values have no spread, however large they are.
+    mean += _fold(layout, _DIFFERENCES, mean, out_shape)[0] / number
+    return _fold(layout, _SQUARES, mean, out_shape)[0], mean, number
+
+
+def extreme(layout: Layout, out_shape: Sequence[int], *, largest: bool) -> tuple[torch.Tensor, int]:
+    """Give the largest or smallest kept element of each slice, and how many slices may keep nothing."""
+    return _fold(layout, _LARGEST if largest else _SMALLEST, None, out_shape)
+
+
+def ties(layout: Layout, found: torch.Tensor) -> torch.Tensor:
+    """Count, in the dtype of `found`, how many kept elements equal what was found in their slice."""
+    return _fold(layout, _EQUALS, found, found.shape)[0]
+
+
+def _fold(layout: Layout, op: int, own: torch.Tensor | None, out_shape: Sequence[int]) -> tuple[torch.Tensor, int]:
+    out = _made(out_shape, _COMPUTED[layout.x.dtype])
+    empty = library.fold(layout.described(), op, None if own is None else address_of(own), out.data_ptr())
+    return out, _checked(empty)
+
+
+def find(layout: Layout, found: torch.Tensor) -> torch.Tensor:
+    """Give the first kept element of each slice that equals what was found in it; -1 if there is none."""
+    index = _made(found.shape, torch.int64)
+    library.find(layout.described(), address_of(found), index.data_ptr())
+    return index
+
+
+def logsumexp(layout: Layout, out_shape: Sequence[int]) -> torch.Tensor:
+    """Give the logarithm of the sum of exponentials of each slice; -inf for nothing."""
+    out = _made(out_shape, _COMPUTED[layout.x.dtype])
+    _checked(library.logsumexp(layout.described(), out.data_ptr()))
+    return out
+
+
+def distances(layout: Layout, center: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Give (x - center) * factor where the mask keeps, 0 elsewhere."""
+    return _map(layout, _DISTANCES, center, factor)
+
+
+def shares(layout: Layout, found: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Give the share of its slice to each kept element that equals what was found there, 0 to the others."""
+    return _map(layout, _SHARES, found, share)
+
+
+def weights(layout: Layout, logsumexp: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Give exp(x - logsumexp) * factor where the mask keeps, 0 elsewhere."""
+    return _map(layout, _WEIGHTS, logsumexp, factor)
+
+
+def _map(layout: Layout, op: int, own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    out = _made(layout.x.shape, _COMPUTED[layout.x.dtype])
+    library.map(layout.described(), op, address_of(own), address_of(factor), out.data_ptr())
+    return out
+
+
+def softmax(layout: Layout, *, logarithm: bool) -> torch.Tensor:
+    """Give the softmax of each row, or its logarithm; 0, or -inf, where the mask keeps none."""
+    out = _made(layout.x.shape, _COMPUTED[layout.x.dtype])
+    library.softmax(layout.described(), logarithm, None, None, out.data_ptr())
+    return out
+
+
+def softmax_gradient(
+    result: torch.Tensor, gradient: torch.Tensor, mask: torch.Tensor, shape: Shape, *, logarithm: bool
+) -> torch.Tensor:
+    """Give the gradient of the input of a softmax of rows; all are contiguous, float32 or float64."""
+    out = _made(result.shape, result.dtype)
+    library.softmax(
+        Layout(result, shape, mask).described(), logarithm, address_of(result), address_of(gradient), out.data_ptr()
+    )
+    return out
+
+
+def fill(x: torch.Tensor, mask: torch.Tensor, value: complex) -> torch.Tensor:
+    """Give x where the mask keeps, and a value elsewhere; both contiguous and of one shape, of any dtype."""
+    out = _made(x.shape, x.dtype)
+    other = torch.full((), value, dtype=x.dtype, device=_CPU)
+    library.fill(
+        address_of(x),
+        address_of(mask),
+        address_of(other),
+        x.numel(),
+        x.element_size(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def expand(slices: torch.Tensor, mask: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Give each element that the mask keeps the value of its slice, and 0 to the others."""
+    out = _made(mask.shape, slices.dtype)
+    library.expand(
+        address_of(slices), address_of(mask), *shape, slices.element_size(), out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def mode(layout: Layout, out_shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Give the last kept element with each slice's mode, how often that is kept, and how many slices keep nothing."""
+    index, number = _made(out_shape, torch.int64), _made(out_shape, torch.int64)
+    empty = library.mode(layout.described(), index.data_ptr(), number.data_ptr())
+    return index, number, _checked(empty)
 
 
 # --- elements as words, whatever they mean ---------------------------------------------------------------------------
@@ -161,12 +288,12 @@ def repeats(index: torch.Tensor, size: int) -> bool:
 
 def nonfinite(tensors: Sequence[torch.Tensor]) -> bool | None:
     """Tell whether any of many tensors has a NaN or an Inf; None where the kernels cannot read all of them."""
-    if library is None or is_traced() or is_dispatched():
+    if library is None or is_traced() or not are_plain(tensors):
         return None
     addresses, counts, codes = array("q"), array("q"), array("q")
     for x in tensors:
         code = _FLOATS.get(x.dtype)
-        if code is None or type(x) not in _PLAIN or not x.is_cpu or not x.is_contiguous():
+        if code is None or not x.is_contiguous():
             return None
         addresses.append(x.data_ptr())
         counts.append(x.numel())

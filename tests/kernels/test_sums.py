@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from gradgate import _kernels
+from gradgate._kernels import Layout
 
 pytestmark = pytest.mark.skipif(_kernels.library is None, reason="the native kernels are not in force")
 
@@ -41,12 +42,12 @@ def test_sums_means_and_counts(shape, dtype):
     if dtype.is_floating_point:
         x = torch.where(keep, x, math.nan)
     wide = torch.where(keep, x, 0).to(torch.float64 if dtype.is_floating_point else torch.int64)
-    total, count, empty = _kernels.sums(x, shape, mask, None, mean=False, counted=True)
+    total, count, empty = _kernels.sums(Layout(x, shape, mask), (shape[0], shape[2]), mean=False, counted=True)
     assert torch.equal(count, keep.sum(1))
     assert empty == (keep.sum(1) == 0).sum()
     if dtype.is_floating_point:
         torch.testing.assert_close(total.double(), wide.sum(1), rtol=1e-5, atol=1e-4)
-        mean, _, _ = _kernels.sums(x, shape, mask, None, mean=True, counted=False)
+        mean, _, _ = _kernels.sums(Layout(x, shape, mask), (shape[0], shape[2]), mean=True, counted=False)
         torch.testing.assert_close(mean.double(), wide.sum(1) / keep.sum(1), rtol=1e-5, atol=1e-5, equal_nan=True)
     else:
         assert torch.equal(total, wide.sum(1))
@@ -67,8 +68,8 @@ def test_an_excluded_value_needs_no_mask(shape, dtype, value):
     assert torch.equal(_kernels.valid(x, None, excluded), keep)
     other = torch.rand(shape) < 0.5
     assert torch.equal(_kernels.valid(x, other, excluded), keep & other)
-    by_value = _kernels.sums(x, shape, None, excluded, mean=False, counted=True)
-    by_mask = _kernels.sums(x, shape, keep, None, mean=False, counted=True)
+    by_value = _kernels.sums(Layout(x, shape, None, excluded), (shape[0], shape[2]), mean=False)
+    by_mask = _kernels.sums(Layout(x, shape, keep), (shape[0], shape[2]), mean=False)
     torch.testing.assert_close(by_value, by_mask, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(by_value[1], keep.sum(1))
 
@@ -79,7 +80,7 @@ def test_any_shape(outer, reduced, inner, dtype):
     shape = (outer, reduced, inner)
     x, mask = values(shape, dtype), odd_mask(shape)
     kept = torch.where(mask.view(torch.uint8) != 0, x, 0)
-    total, count, _ = _kernels.sums(x, shape, mask, None, mean=False, counted=True)
+    total, count, _ = _kernels.sums(Layout(x, shape, mask), (shape[0], shape[2]), mean=False, counted=True)
     wide = kept.double().sum(1) if dtype.is_floating_point else kept.sum(1)
     torch.testing.assert_close(total.to(wide.dtype), wide, rtol=1e-5, atol=1e-4)
     assert torch.equal(count, (mask.view(torch.uint8) != 0).sum(1))
@@ -90,7 +91,7 @@ def test_special_numbers_are_read_exactly(dtype):
     info = torch.finfo(dtype)
     special = [0.0, -0.0, info.tiny, -info.tiny, info.smallest_normal / 4, info.max, info.min, math.inf, -math.inf]
     for x in (torch.tensor([value], dtype=dtype) for value in special):
-        total, _, _ = _kernels.sums(x, (1, 1, 1), None, math.nan, mean=False, counted=False)
+        total, _, _ = _kernels.sums(Layout(x, (1, 1, 1), None), (1,))
         assert total.item() == x.item()
 
 
@@ -99,7 +100,7 @@ def test_special_numbers_are_read_exactly(dtype):
 def test_a_sum_is_as_good_as_torch_makes_it(shape, dtype):
     x = torch.rand(shape, dtype=dtype) + 1
     exact = sum(math.fsum(column) for column in x[0].t().tolist())
-    total, _, _ = _kernels.sums(x, shape, torch.ones(shape, dtype=torch.bool), None, mean=False, counted=False)
+    total, _, _ = _kernels.sums(Layout(x, shape, torch.ones(shape, dtype=torch.bool)), (shape[0], shape[2]))
     ours = abs(math.fsum(total.flatten().tolist()) - exact)
     theirs = abs(math.fsum(x.sum(1).flatten().tolist()) - exact)
     assert ours <= theirs + exact * torch.finfo(dtype).eps
@@ -112,7 +113,7 @@ def test_the_number_of_threads_changes_no_bit(shape):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(_kernels.sums(x, shape, mask, None, mean=True, counted=True))
+            results.append(_kernels.sums(Layout(x, shape, mask), (shape[0], shape[2]), mean=True, counted=True))
     finally:
         torch.set_num_threads(before)
     for total, count, empty in results[1:]:
@@ -127,19 +128,17 @@ def test_calls_from_several_threads_do_not_meet():
 
     def work(i):
         for _ in range(20):
-            found[i] = _kernels.sums(x[i : i + 10], (10, 10_000, 1), mask[i : i + 10], None, mean=True, counted=False)[
-                0
-            ]
+            rows = slice(i, i + 10)
+            found[i] = _kernels.sums(Layout(x[rows], (10, 10_000, 1), mask[rows]), (10,), mean=True).total
 
     threads = [threading.Thread(target=work, args=(i,)) for i in (0, 10, 20, 30)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    expected = torch.where(mask, x, 0).sum(1) / mask.sum(1)
     for i, mean in found.items():
-        torch.testing.assert_close(
-            mean.squeeze(1), torch.where(mask, x, 0).sum(1)[i : i + 10] / mask.sum(1)[i : i + 10]
-        )
+        torch.testing.assert_close(mean, expected[i : i + 10])
 
 
 def test_who_may_not_be_read():

@@ -9,6 +9,8 @@ from gradgate import masked
 from tests import witness
 from tests.masked.laws import BY_NAME, LAWS, SMOOTH
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 NAN, INF = math.nan, math.inf
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KEEP = torch.tensor([[True, True, False, True], [False, False, True, False], [True, True, True, True]])

@@ -10,6 +10,8 @@ from gradgate import masked
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NothingKeptError
 from tests.masked.laws import LAWS
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 NAN, INF = math.nan, math.inf
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 KEEP = torch.tensor([[True, True], [False, False], [True, False]])

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from tests import witness
 from tests.masked.laws import LAWS, SMOOTH
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 every_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 every_smooth_law = pytest.mark.parametrize("law", SMOOTH, ids=lambda law: law.name)
 few = settings(max_examples=20)

@@ -253,7 +253,7 @@ def test_errors_say_what_and_how():
         safe_divide(1.0, 2.0)
     with pytest.raises(ArgumentTypeError, match=r"masked.safe_log\(\): `x` is the list"):
         safe_log([1.0])
-    with pytest.raises(ArgumentTypeError, match=r"`fill_value` is the str 'zero'(.|\n)*Fix: masked.safe_sqrt"):
+    with pytest.raises(ArgumentTypeError, match=r"`fill_value` is the str 'zero'(.|\n)*Fix: fill_value=0.0"):
         safe_sqrt(one, fill_value="zero")
     with pytest.raises(ArgumentTypeError, match=r"safe_acos\(\): `x` is a complex64 tensor(.|\n)*x.real"):
         safe_acos(torch.zeros(2, dtype=torch.complex64))

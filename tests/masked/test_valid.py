@@ -9,6 +9,8 @@ import torch
 from gradgate import masked
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 NAN, INF = math.nan, math.inf
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

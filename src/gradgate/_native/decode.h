@@ -6,9 +6,9 @@
 #define AV T_NAME(av)
 #define IV T_NAME(iv)
 
-typedef T TV __attribute__((vector_size(VECTOR / sizeof(A) * sizeof(T)), aligned(sizeof(T)), may_alias));
-typedef A AV __attribute__((vector_size(VECTOR), aligned(sizeof(A)), may_alias));
-typedef I IV __attribute__((vector_size(VECTOR), aligned(sizeof(A)), may_alias));
+typedef T TV __attribute__((vector_size(VECTOR / sizeof(A) * sizeof(T)), aligned(1), may_alias));
+typedef A AV __attribute__((vector_size(VECTOR), aligned(1), may_alias));
+typedef I IV __attribute__((vector_size(VECTOR), aligned(1), may_alias));
 
 INLINE AV T_NAME(read)(const T *x)
 {
@@ -22,36 +22,30 @@ INLINE A T_NAME(read_one)(const T *x)
     return T_NAME(read)(several)[0];
 }
 
-/* Write n elements from an offset on as numbers, `fill` where they are left out, and count those that are not. */
-static int64_t T_NAME(decode)(const Input *in, const uint8_t *mask, int64_t offset, int64_t n, const void *fill_at,
-                              void *out)
+/* Write n elements from an offset on as numbers to compute with, and what `fill` holds where they are left out. `fill` has
+   an element for each of them if `each` is -1, and LANES equal ones if it is 0. */
+static void T_NAME(decode)(const Input *in, int64_t offset, int64_t n, const void *fills, int64_t each, void *out)
 {
     const T *x = (const T *)in->x + offset;
-    A fill = *(const A *)fill_at, *clean = out, value = (A)in->value;
-    IV number = {0}, other = (IV)((AV){0} + fill);
-    int64_t i = 0, kept = 0;
+    const uint8_t *mask = AT(in->mask, offset);
+    const A *fill = fills;
+    A *clean = out, value = (A)in->value;
+    int64_t i = 0;
     if (mask)
         for (; i + LANES <= n; i += LANES) {
-            IV take = ~(IV)LEFT(mask + i);
-            *(IV *)(clean + i) = ((IV)T_NAME(read)(x + i) & take) | (other & ~take);
-            number -= take;
+            IV left = (IV)LEFT(mask + i);
+            *(IV *)(clean + i) = ((IV)T_NAME(read)(x + i) & ~left) | (*(const IV *)(fill + (i & each)) & left);
         }
     else
         for (; i + LANES <= n; i += LANES) {
             AV v = T_NAME(read)(x + i);
             IV take = OTHER_THAN(v, value);
-            *(IV *)(clean + i) = ((IV)v & take) | (other & ~take);
-            number -= take;
+            *(IV *)(clean + i) = ((IV)v & take) | (*(const IV *)(fill + (i & each)) & ~take);
         }
-    for (int64_t lane = 0; lane < LANES; lane++)
-        kept += number[lane];
     for (; i < n; i++) {
         A e = T_NAME(read_one)(x + i);
-        int take = mask ? mask[i] != 0 : OTHER_THAN(e, value);
-        clean[i] = take ? e : fill;
-        kept += take;
+        clean[i] = (mask ? mask[i] != 0 : OTHER_THAN(e, value)) ? e : fill[i & each];
     }
-    return kept;
 }
 
 /* --- sums: the same as `decode` and an addition, without the block between them ------------------------------------- */

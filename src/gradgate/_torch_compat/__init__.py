@@ -66,18 +66,16 @@ from gradgate._torch_compat._sharing import (
     write_counts,
     write_mark,
 )
-from gradgate._torch_compat._softmax import softmax_backward
 from gradgate._torch_compat._tracing import (
-    address_of,
+    are_plain,
     assert_later,
     has_data,
     holds_its_values,
     inside_forward_mode,
     inside_functorch,
     is_compiling,
-    is_dispatched,
     is_traced,
-    is_vmapped_the_old_way,
+    storage_address,
 )
 
 __all__ = [
@@ -88,11 +86,11 @@ __all__ = [
     "Replica",
     "ThreadModes",
     "add_tensors",
-    "address_of",
     "alone_in_replica",
     "alone_in_shards",
     "anything_compiled",
     "apply_function",
+    "are_plain",
     "assert_later",
     "bound_apply",
     "buffers_of",
@@ -112,9 +110,7 @@ __all__ = [
     "inside_functorch",
     "is_compiled",
     "is_compiling",
-    "is_dispatched",
     "is_traced",
-    "is_vmapped_the_old_way",
     "latest_node_number",
     "leaf_of",
     "leave_mode",
@@ -133,7 +129,7 @@ __all__ = [
     "schema_of",
     "shard_group",
     "shard_roots",
-    "softmax_backward",
+    "storage_address",
     "sync_buffers",
     "tree_flatten",
     "tree_unflatten",

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 __all__ = [
+    "are_plain",
     "assert_later",
-    "address_of",
     "has_data",
     "holds_its_values",
     "inside_forward_mode",
     "inside_functorch",
     "is_compiling",
-    "is_dispatched",
     "is_traced",
-    "is_vmapped_the_old_way",
+    "storage_address",
 ]
 
 # Bound once: these are asked in every call of a small function, and each dot takes its time.
@@ -73,19 +74,28 @@ def _is_concrete(tensor: torch.Tensor) -> bool:
     return not (_is_batched_in_the_old_way(tensor) or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-is_vmapped_the_old_way = _is_batched_in_the_old_way
-"""Tell whether a tensor is a batch of values under `torch.autograd.grad(is_grads_batched=True)`."""
+_keys_of = torch._C._dispatch_keys
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_KEYS = {_keys_of(torch.empty(0, device="cpu")).raw_repr()}
+with torch.inference_mode():
+    _PLAIN_KEYS.add(_keys_of(torch.empty(0, device="cpu")).raw_repr())
 
 
-def is_dispatched() -> bool:
-    """Tell whether a TorchDispatchMode (FakeTensorMode, a tracer) sees the operations of this thread."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether tensors are nothing but values in the memory of the CPU, and no dispatch mode sees operations.
+
+    False for subclasses, other devices and layouts, what vmap batches, conjugate views, and autograd's zeros.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    for x in tensors:  # noqa: SIM110 - `all` and a generator take longer than the answer
+        if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_KEYS:
+            return False
+    return True
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Give the address of the first element; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
-    start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return start + int(tensor.storage_offset()) * tensor.element_size()
+storage_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
+"""Give the address of a tensor's storage; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
 
 
 def holds_its_values(tensor: torch.Tensor) -> bool:

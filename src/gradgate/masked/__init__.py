@@ -6,12 +6,10 @@ gradient of exactly 0, also when it is NaN or infinite, and also when the gradie
 """
 
 from gradgate.masked._apply import apply_rows, apply_where
-from gradgate.masked._extremes import amax, amin, argmax, argmin
 from gradgate.masked._impute import impute
-from gradgate.masked._mode import mode
-from gradgate.masked._normalization import batch_norm, layer_norm
-from gradgate.masked._norms import norm, normalize
-from gradgate.masked._quantiles import median, quantile
+from gradgate.masked._normalization import batch_norm, layer_norm, log_softmax, logsumexp, softmax
+from gradgate.masked._order import amax, amin, argmax, argmin, median, mode, quantile
+from gradgate.masked._reductions import count, cumsum, mean, norm, normalize, prod, std, sum, var
 from gradgate.masked._safe import (
     safe_acos,
     safe_asin,
@@ -22,10 +20,7 @@ from gradgate.masked._safe import (
     safe_pow,
     safe_sqrt,
 )
-from gradgate.masked._softmax import log_softmax, logsumexp, softmax
-from gradgate.masked._spread import std, var
-from gradgate.masked._sums import count, cumsum, mean, prod, sum
-from gradgate.masked._valid import valid
+from gradgate.masked._slices import valid
 
 __all__ = [
     "valid",

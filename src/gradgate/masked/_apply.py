@@ -7,25 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
 from gradgate._torch_compat import has_data, inside_functorch, is_compiling, tree_flatten, tree_unflatten
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["apply_rows", "apply_where", "dtype_holding"]
-
-Elementwise = Callable[..., torch.Tensor]
+Elementwise = Callable[..., Tensor]
 
 
 def apply_where(
-    keep: torch.Tensor,
-    args: torch.Tensor | Sequence[torch.Tensor],
+    keep: Tensor,
+    args: Tensor | Sequence[Tensor],
     fn: Elementwise,
     otherwise: Elementwise | None = None,
     *,
     fill_value: complex = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `fn` only where `keep`, and `otherwise` only elsewhere: the `torch.where` that poisons no gradient.
 
     Each function is called once, with its own elements of each argument as 1-D tensors, and gives one value for each
@@ -79,14 +78,14 @@ def apply_where(
             fix=f"gg.apply_where(keep, x, fn, fill_value={otherwise if isinstance(otherwise, (int, float)) else 0.0})",
         )
     given: Any = args
-    tensors = tuple(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else (given,)
+    tensors = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else (given,)
     keep, flat, shape = _flattened(keep, tensors)
     countable = has_data(keep) or (is_compiling() and not inside_functorch())
     evaluate = _evaluate_own if countable else _evaluate_all
     return evaluate(keep, flat, fn, otherwise, fill_value).reshape(shape)
 
 
-def _flattened(keep: torch.Tensor, args: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor], torch.Size]:
+def _flattened(keep: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], torch.Size]:
     """Check the arguments, and give mask and arguments broadcast to one shape and flattened, with that shape."""
     if not args:
         raise ArgumentValueError(
@@ -96,7 +95,7 @@ def _flattened(keep: torch.Tensor, args: Sequence[torch.Tensor]) -> tuple[torch.
         )
     for number, value in enumerate(args):
         check_tensor(value, name=f"args[{number}]", function="apply_where")
-    if isinstance(keep, torch.Tensor):
+    if isinstance(keep, Tensor):
         try:
             shape = torch.broadcast_shapes(keep.shape, *(v.shape for v in args))  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -113,8 +112,8 @@ def _flattened(keep: torch.Tensor, args: Sequence[torch.Tensor]) -> tuple[torch.
 
 
 def _evaluate_own(
-    keep: torch.Tensor, flat: list[torch.Tensor], fn: Elementwise, otherwise: Elementwise | None, fill_value: complex
-) -> torch.Tensor:
+    keep: Tensor, flat: list[Tensor], fn: Elementwise, otherwise: Elementwise | None, fill_value: complex
+) -> Tensor:
     """Call each function with its own elements, and put the results into their places."""
     index = keep.nonzero().squeeze(1)
     values = _one_each(fn, [value.index_select(0, index) for value in flat], "fn")
@@ -128,8 +127,8 @@ def _evaluate_own(
 
 
 def _evaluate_all(
-    keep: torch.Tensor, flat: list[torch.Tensor], fn: Elementwise, otherwise: Elementwise | None, fill_value: complex
-) -> torch.Tensor:
+    keep: Tensor, flat: list[Tensor], fn: Elementwise, otherwise: Elementwise | None, fill_value: complex
+) -> Tensor:
     """Call each function with all elements, those that are not its own replaced by one that is."""
     values = _one_each(fn, _with_stand_in(keep, flat), "fn")
     if otherwise is None:
@@ -138,7 +137,7 @@ def _evaluate_all(
     return torch.where(keep, values, _one_each(otherwise, _with_stand_in(~keep, flat), "otherwise"))
 
 
-def _with_stand_in(own: torch.Tensor, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+def _with_stand_in(own: Tensor, flat: list[Tensor]) -> list[Tensor]:
     if not len(own):
         return flat
     first = own.to(torch.uint8).argmax().reshape(1)
@@ -148,14 +147,14 @@ def _with_stand_in(own: torch.Tensor, flat: list[torch.Tensor]) -> list[torch.Te
     ]
 
 
-def _neutral(value: torch.Tensor) -> float:
+def _neutral(value: Tensor) -> float:
     # Where a function has no element of its own: inside the domain of most functions, and of every table.
     return 0.5 if value.is_floating_point() or value.is_complex() else 0
 
 
-def _one_each(fn: Elementwise, own: list[torch.Tensor], name: str) -> torch.Tensor:
+def _one_each(fn: Elementwise, own: list[Tensor], name: str) -> Tensor:
     values = fn(*own)
-    if not isinstance(values, torch.Tensor):
+    if not isinstance(values, Tensor):
         raise ArgumentTypeError(
             f"apply_where(): `{name}` gave {describe(values)}.",
             why="it is called with 1-D tensors and gives one value for each element, as a tensor.",
@@ -170,7 +169,7 @@ def _one_each(fn: Elementwise, own: list[torch.Tensor], name: str) -> torch.Tens
     return values
 
 
-def apply_rows(keep: torch.Tensor, args: Any, fn: Callable[..., Any], *, fill_value: complex = 0) -> Any:
+def apply_rows(keep: Tensor, args: Any, fn: Callable[..., Any], *, fill_value: complex = 0) -> Any:
     """Compute `fn` for the kept rows (samples) only, and give its results for all rows.
 
     Equal, bit for bit, to fn on the batch without the other rows. With everything kept it is `fn(*args)` itself; with
@@ -218,7 +217,7 @@ def apply_rows(keep: torch.Tensor, args: Any, fn: Callable[..., Any], *, fill_va
         )
     rows: Sequence[Any] = (args,)
     structure: Any = None
-    single = isinstance(args, torch.Tensor)  # as most are, and flattening a tree takes time
+    single = isinstance(args, Tensor)  # as most are, and flattening a tree takes time
     if not single:
         rows, structure = tree_flatten(tuple(args) if type(args) in (tuple, list) else (args,))
     if not _fit(keep, rows):
@@ -232,16 +231,16 @@ def apply_rows(keep: torch.Tensor, args: Any, fn: Callable[..., Any], *, fill_va
     if some:
         rows = [None if row is None else row.index_select(0, index) for row in rows]
     result = fn(*(rows if single else tree_unflatten(rows, structure)))
-    if isinstance(result, torch.Tensor):
+    if isinstance(result, Tensor):
         return _in_all_rows(result, keep, index, some, fill_value)
     leaves, structure = tree_flatten(result)
     placed = [None if leaf is None else _in_all_rows(leaf, keep, index, some, fill_value) for leaf in leaves]
     return tree_unflatten(placed, structure)
 
 
-def _in_all_rows(result: Any, keep: torch.Tensor, index: torch.Tensor, some: bool, fill_value: complex) -> torch.Tensor:
+def _in_all_rows(result: Any, keep: Tensor, index: Tensor, some: bool, fill_value: complex) -> Tensor:
     kept = index.shape[0]
-    if not isinstance(result, torch.Tensor) or result.dim() == 0 or result.shape[0] != kept:
+    if not isinstance(result, Tensor) or result.dim() == 0 or result.shape[0] != kept:
         raise _wrong_result(result, kept)
     if some:
         return _placed(result, index, keep.shape[0], fill_value, "apply_rows")
@@ -250,11 +249,11 @@ def _in_all_rows(result: Any, keep: torch.Tensor, index: torch.Tensor, some: boo
 
 def _fit(keep: Any, rows: Sequence[Any]) -> bool:
     """Say whether all is well for certain: what `_check_rows` asks one by one, in a tenth of the time."""
-    if type(keep) is not torch.Tensor or keep.dtype is not torch.bool or keep.dim() != 1:
+    if type(keep) is not Tensor or keep.dtype is not torch.bool or keep.dim() != 1:
         return False
     count, device = keep.shape[0], keep.device
     for row in rows:
-        if not isinstance(row, torch.Tensor) or row.dim() == 0 or row.shape[0] != count or row.device != device:
+        if not isinstance(row, Tensor) or row.dim() == 0 or row.shape[0] != count or row.device != device:
             return False
     return len(rows) > 0
 
@@ -269,7 +268,7 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> None:
         )
     for row in tensors:
         check_tensor(row, name="args", function="apply_rows")
-    check_keep(keep, keep if isinstance(keep, torch.Tensor) else tensors[0], function="apply_rows")
+    check_keep(keep, keep if isinstance(keep, Tensor) else tensors[0], function="apply_rows")
     if keep.dim() != 1 or any(row.dim() == 0 or len(row) != len(keep) for row in tensors):
         raise ArgumentValueError(
             f"apply_rows(): `keep` has shape {tuple(keep.shape)}, the arguments have "
@@ -282,7 +281,7 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> None:
             check_keep(keep.reshape(-1, *[1] * (row.dim() - 1)), row, function="apply_rows")
 
 
-def _check_readable(keep: torch.Tensor) -> None:
+def _check_readable(keep: Tensor) -> None:
     if not has_data(keep):
         raise ArgumentValueError(
             "apply_rows(): the values of `keep` cannot be read here (vmap, FakeTensorMode or the meta device).",
@@ -292,7 +291,7 @@ def _check_readable(keep: torch.Tensor) -> None:
 
 
 def _wrong_result(result: Any, kept: int) -> ArgumentTypeError | ArgumentValueError:
-    if not isinstance(result, torch.Tensor):
+    if not isinstance(result, Tensor):
         return ArgumentTypeError(
             f"apply_rows(): `fn` gave {describe(result)}.",
             why="only tensors have rows that can go back to their places.",
@@ -308,7 +307,7 @@ def _wrong_result(result: Any, kept: int) -> ArgumentTypeError | ArgumentValueEr
 # --- results back in their places -----------------------------------------------------------------------------------
 
 
-def _placed(values: torch.Tensor, index: torch.Tensor, count: int, fill_value: complex, function: str) -> torch.Tensor:
+def _placed(values: Tensor, index: Tensor, count: int, fill_value: complex, function: str) -> Tensor:
     shape = (count, *values.shape[1:])
     if type(fill_value) is int and fill_value == 0:  # which every dtype holds; -0.0 is another number
         whole = values.new_zeros(shape)
@@ -319,7 +318,7 @@ def _placed(values: torch.Tensor, index: torch.Tensor, count: int, fill_value: c
     return (whole.index_copy if inside_functorch() else whole.index_copy_)(0, index, values)
 
 
-def dtype_holding(values: torch.Tensor, number: complex, name: str, function: str) -> torch.dtype:
+def dtype_holding(values: Tensor, number: complex, name: str, function: str) -> torch.dtype:
     """Give the dtype for values and a number in one tensor: that of the values if it can hold the number, else wider.
 
     Args:

@@ -7,32 +7,29 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from gradgate._names import describe
 from gradgate._torch_compat import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.masked._apply import dtype_holding
-from gradgate.masked._mode import mode
-from gradgate.masked._quantiles import median
-from gradgate.masked._slices import Dim, Empty, Slices, slices_of
-from gradgate.masked._sums import mean
-from gradgate.masked._valid import Exclude
+from gradgate.masked._order import median, mode
+from gradgate.masked._reductions import mean
+from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, slices_of
 
-__all__ = ["impute"]
-
-Using = Literal["mean", "median", "mode"] | complex | torch.Tensor | Callable[[torch.Tensor], Any]
+Using = Literal["mean", "median", "mode"] | complex | Tensor | Callable[[Tensor], Any]
 
 
 def impute(
-    x: torch.Tensor,
+    x: Tensor,
     *,
-    keep: torch.Tensor | None = None,
+    keep: Keep = None,
     exclude: Exclude = None,
     using: Using = "mean",
     dim: Dim = None,
     through_statistic: bool = False,
     empty: Empty = ...,
-) -> torch.Tensor:
+) -> Tensor:
     """Fill in what is left out, with a statistic of what is kept or with a value.
 
     Args:
@@ -73,12 +70,12 @@ def impute(
     if isinstance(using, bool | int | float | complex):
         dtype = dtype_holding(x, using, "using", "masked.impute")
         return torch.where(mask, x.to(dtype), torch.full((), using, dtype=dtype, device=x.device))
-    if isinstance(using, torch.Tensor):
+    if isinstance(using, Tensor):
         return torch.where(mask, x, _broadcast(using, x))
     return torch.where(mask, x, _statistic(using, slices if through_statistic else replace(slices, x=x.detach())))
 
 
-def _statistic(using: Any, slices: Slices) -> torch.Tensor:
+def _statistic(using: Any, slices: Slices) -> Tensor:
     options: dict[str, Any] = {"keepdim": True, "keep": slices.mask, "empty": slices.empty}
     if using == "mean":
         x = slices.x
@@ -104,7 +101,7 @@ def _statistic(using: Any, slices: Slices) -> torch.Tensor:
     )
 
 
-def _of_each_slice(function: Callable[[torch.Tensor], Any], slices: Slices) -> torch.Tensor:
+def _of_each_slice(function: Callable[[Tensor], Any], slices: Slices) -> Tensor:
     if not has_data(slices.x, slices.full_mask()):
         raise ArgumentValueError(
             "masked.impute(): `using` is a function, and the values cannot be seen here (torch.compile, vmap).",
@@ -120,11 +117,11 @@ def _of_each_slice(function: Callable[[torch.Tensor], Any], slices: Slices) -> t
     if not found:
         return slices.x.new_zeros(slices.number().shape)
     statistic = torch.stack(found).reshape(rows.x.shape[:-1])
-    return slices.settle(slices.reduced(statistic))
+    return slices.fill_empty(slices.reduced(statistic))
 
 
-def _number(value: Any, own: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+def _number(value: Any, own: Tensor) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
     if isinstance(value, bool | int | float | complex):
         return torch.full((), value, dtype=dtype_holding(own, value, "using", "masked.impute"), device=own.device)
@@ -135,7 +132,7 @@ def _number(value: Any, own: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _broadcast(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _broadcast(value: Tensor, x: Tensor) -> Tensor:
     # A 0-dim CPU tensor counts as a number everywhere in torch; so it does here.
     if value.device != x.device and (value.dim() or value.device.type != "cpu"):
         raise ArgumentValueError(

@@ -1,35 +1,159 @@
-"""Normalization layers whose statistics see only what is kept: batch_norm and layer_norm."""
+"""What is kept, brought to one scale: logsumexp, softmax, log_softmax, layer_norm, batch_norm."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradgate._checks import check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.masked._arguments import check_number, check_shape
-from gradgate.masked._slices import Slices, slices_of
-from gradgate.masked._spread import distances
-from gradgate.masked._valid import Exclude
-
-__all__ = ["batch_norm", "layer_norm"]
+from gradgate.masked import _dispatch
+from gradgate.masked._reductions import distances
+from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, check_number, check_shape, slices_of
 
 _EPS = "it is added to the variance, so that there is something to divide by."
 
 
+def logsumexp(
+    x: Tensor, dim: Dim = None, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
+) -> Tensor:
+    """Give the logarithm of the sum of the exponentials of the elements that are kept.
+
+    Args:
+        x: The values.
+        dim: The dimension to reduce, several of them, or None for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of -inf; "raise" for an error.
+
+    Returns:
+        The logsumexp of each slice.
+
+    Raises:
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        The softmax of what is kept; exactly 0 for what is not, for a slice with nothing kept, and for one that keeps
+        nothing but -inf, where torch.logsumexp gives NaN.
+
+    Examples:
+        >>> gg.masked.logsumexp(torch.tensor([0.0, 0.0, 1e9]), exclude=1e9)
+        tensor(0.6931)
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.logsumexp", keepdim=keepdim, empty=empty)
+    if slices.x.dtype is torch.bool:  # True and False cannot be -inf
+        slices.x = slices.x.to(torch.get_default_dtype())
+    if slices.size == 0:
+        slices = slices.with_mask()
+    result = _dispatch.logsumexp(slices)
+    return slices.fill_empty(result if keepdim else result.squeeze(slices.dims), natural=-math.inf)
+
+
+def softmax(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    dtype: torch.dtype | None = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Give the elements that are kept as positive weights that add up to 1.
+
+    Args:
+        x: The values, floating.
+        dim: The dimension along which the weights add up to 1, several of them, or None for all.
+        dtype: What x becomes first.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What every place of a slice with nothing kept gives instead of 0; "raise" for an error.
+
+    Returns:
+        A tensor of the shape of x: 0 where an element is left out, and a row of zeros for a slice with nothing kept
+        or nothing but -inf.
+
+    Raises:
+        ArgumentTypeError: x is of integers and no dtype is given, or complex.
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        That of torch.softmax for what is kept. Exactly 0 for what is not kept and for a row of zeros; nothing comes
+        back from the place of what is left out, not even NaN.
+
+    Examples:
+        >>> scores = torch.tensor([[1.0, 1.0, 5.0], [1.0, 2.0, 3.0]])
+        >>> keep = torch.tensor([[True, True, False], [False, False, False]])
+        >>> gg.masked.softmax(scores, dim=-1, keep=keep)
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.0000, 0.0000, 0.0000]])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.softmax", keepdim=True, empty=empty, dtype=dtype)
+    return slices.fill_empty(_along(slices, logarithm=False), natural=0)
+
+
+def log_softmax(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    dtype: torch.dtype | None = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Give the logarithm of the softmax of the elements that are kept.
+
+    Args:
+        x: The values, floating.
+        dim: The dimension along which the weights add up to 1, several of them, or None for all.
+        dtype: What x becomes first.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What every place of a slice with nothing kept gives instead of -inf; "raise" for an error.
+
+    Returns:
+        A tensor of the shape of x: -inf where an element is left out, and a row of -inf for a slice with nothing kept
+        or nothing but -inf.
+
+    Raises:
+        ArgumentTypeError: x is of integers and no dtype is given, or complex.
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        That of torch.log_softmax for what is kept. Exactly 0 for what is not kept and for a row of -inf; nothing
+        comes back from the place of what is left out, not even NaN.
+
+    Examples:
+        >>> gg.masked.log_softmax(torch.tensor([0.0, 0.0, 1e9]), exclude=1e9)
+        tensor([-0.6931, -0.6931,    -inf])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.log_softmax", keepdim=True, empty=empty, dtype=dtype)
+    return slices.fill_empty(_along(slices, logarithm=True), natural=-math.inf)
+
+
+def _along(slices: Slices, logarithm: bool) -> Tensor:
+    slices.refuse(integers=True, complexes=True)
+    if slices.size == 0:
+        return slices.x.clone()
+    one = slices.in_one_dim()
+    return slices.spread(_dispatch.softmax(one.x, one.full_mask(), logarithm))
+
+
 def layer_norm(
-    x: torch.Tensor,
+    x: Tensor,
     normalized_shape: int | Sequence[int],
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    keep: torch.Tensor | None = None,
+    keep: Keep = None,
     exclude: Exclude = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Normalize over the last dimensions, with the mean and the variance of the elements that are kept.
 
     Args:
@@ -76,18 +200,18 @@ def layer_norm(
 
 
 def batch_norm(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
     *,
-    keep: torch.Tensor | None = None,
+    keep: Keep = None,
     exclude: Exclude = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Normalize each channel (dimension 1), with the mean and the variance of the elements that are kept.
 
     Args:
@@ -172,7 +296,7 @@ def _sizes(normalized_shape: Any) -> tuple[int, ...]:
     )
 
 
-def _move(running: torch.Tensor | None, towards: torch.Tensor, momentum: float, known: torch.Tensor) -> None:
+def _move(running: Tensor | None, towards: Tensor, momentum: float, known: Tensor) -> None:
     """Move a running statistic where a new value is known."""
     if running is None:
         return
@@ -181,9 +305,7 @@ def _move(running: torch.Tensor | None, towards: torch.Tensor, momentum: float, 
         running.copy_(torch.where(known.reshape(running.shape), moved, running))
 
 
-def _scaled(
-    slices: Slices, normalized: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _scaled(slices: Slices, normalized: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     scaled = normalized if weight is None else normalized * weight
     scaled = scaled if bias is None else scaled + bias
     return torch.where(slices.full_mask(), scaled, 0).to(slices.x.dtype)

@@ -11,26 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradgate._checks import check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.masked._arguments import check_broadcast, check_order, is_real
-from gradgate.masked._slices import dims_of
-
-__all__ = [
-    "safe_divide",
-    "safe_log",
-    "safe_sqrt",
-    "safe_pow",
-    "safe_norm",
-    "safe_normalize",
-    "safe_acos",
-    "safe_asin",
-]
+from gradgate.masked._slices import check_broadcast, check_order, dims_of, is_real
 
 
-def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill_value: complex = 0) -> torch.Tensor:
+def safe_divide(x: Tensor | complex, y: Tensor | complex, *, fill_value: complex = 0) -> Tensor:
     """Divide, with a defined result where the divisor is 0.
 
     Args:
@@ -54,24 +43,24 @@ def safe_divide(x: torch.Tensor | complex, y: torch.Tensor | complex, *, fill_va
         tensor([0.5000, 0.0000, 0.0000])
     """
     _check_fill_value(fill_value, "masked.safe_divide")
-    if not isinstance(y, torch.Tensor):
+    if not isinstance(y, Tensor):
         _check_operand(y, "y", "masked.safe_divide")
         x = check_tensor(x, name="x", function="masked.safe_divide")
         if y != 0:
             return x / y
         y = torch.zeros((), dtype=x.dtype, device=x.device)
-    elif not isinstance(x, torch.Tensor):
+    elif not isinstance(x, Tensor):
         _check_operand(x, "x", "masked.safe_divide")
     bad = y == 0
     try:
         return torch.where(bad, fill_value, x / torch.where(bad, 1, y))
     except RuntimeError:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, Tensor):
             check_broadcast(x, y, names=("x", "y"), function="masked.safe_divide")
         raise
 
 
-def safe_log(x: torch.Tensor, *, fill_value: complex = 0) -> torch.Tensor:
+def safe_log(x: Tensor, *, fill_value: complex = 0) -> Tensor:
     """Take the natural logarithm, with a defined result at 0 and beneath.
 
     Args:
@@ -97,7 +86,7 @@ def safe_log(x: torch.Tensor, *, fill_value: complex = 0) -> torch.Tensor:
     return torch.where(bad, fill_value, torch.where(bad, 1, x).log())
 
 
-def safe_sqrt(x: torch.Tensor, *, fill_value: complex = 0) -> torch.Tensor:
+def safe_sqrt(x: Tensor, *, fill_value: complex = 0) -> Tensor:
     """Take the square root, with a gradient of 0 at 0 and a defined result beneath.
 
     Args:
@@ -126,7 +115,7 @@ def safe_sqrt(x: torch.Tensor, *, fill_value: complex = 0) -> torch.Tensor:
     return torch.where(zero, 0, torch.where(bad, fill_value, torch.where(bad, 1, x).sqrt()))
 
 
-def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill_value: float = 0) -> torch.Tensor:
+def safe_pow(x: Tensor, exponent: Tensor | float, *, fill_value: float = 0) -> Tensor:
     """Raise to a power, with a defined result where the plain one is infinite or has no real value.
 
     Args:
@@ -155,7 +144,7 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill_value: flo
     """
     _check_real(x, "x", "masked.safe_pow")
     _check_fill_value(fill_value, "masked.safe_pow")
-    if not isinstance(exponent, torch.Tensor):
+    if not isinstance(exponent, Tensor):
         if not is_real(exponent):
             raise ArgumentTypeError(
                 f"masked.safe_pow(): `exponent` is {describe(exponent)}.",
@@ -185,16 +174,14 @@ def safe_pow(x: torch.Tensor, exponent: torch.Tensor | float, *, fill_value: flo
     return torch.where(bad_zero, 0, torch.where(bad, fill_value, result))
 
 
-def _bad_power(x: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _bad_power(x: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
     """Say where `x ** power` is bad, and where of these its value is plainly 0."""
     broken = (power != power.floor()) | torch.isinf(power)
     bad = ((x < 0) & broken & ~torch.isnan(power)) | ((x == 0) & (broken | (power < 0)) & ~torch.isnan(power))
     return bad, bad & (x == 0) & (power > 0)
 
 
-def safe_norm(
-    x: torch.Tensor, dim: int | Sequence[int] | None = None, *, ord: float = 2, keepdim: bool = False
-) -> torch.Tensor:
+def safe_norm(x: Tensor, dim: int | Sequence[int] | None = None, *, ord: float = 2, keepdim: bool = False) -> Tensor:
     """Give the length of vectors, with a gradient of 0 at the zero vector, in every order.
 
     Args:
@@ -226,7 +213,7 @@ def safe_norm(
     return torch.where(zero.reshape(norm.shape), 0, norm)
 
 
-def safe_normalize(x: torch.Tensor, dim: int | Sequence[int] | None = -1, *, ord: float = 2) -> torch.Tensor:
+def safe_normalize(x: Tensor, dim: int | Sequence[int] | None = -1, *, ord: float = 2) -> Tensor:
     """Scale vectors to length 1; a zero vector stays zero, with a gradient of 0.
 
     Args:
@@ -255,8 +242,8 @@ def safe_normalize(x: torch.Tensor, dim: int | Sequence[int] | None = -1, *, ord
 
 
 def _without_zero_vectors(
-    x: torch.Tensor, dim: int | Sequence[int] | None, ord: float, function: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, dim: int | Sequence[int] | None, ord: float, function: str
+) -> tuple[Tensor, Tensor]:
     """Say which vectors have the length 0, and give x with ones in their place."""
     check_tensor(x, name="x", function=function)
     if not (x.is_floating_point() or x.is_complex()):
@@ -280,14 +267,14 @@ def _without_zero_vectors(
     return zero, torch.where(zero, 1, x)
 
 
-def _norm(x: torch.Tensor, ord: float, dim: int | Sequence[int] | None, keepdim: bool) -> torch.Tensor:
+def _norm(x: Tensor, ord: float, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
     # All norms of nothing are 0, but torch refuses the infinite one.
     dims = dim if dim is None or isinstance(dim, int) else tuple(dim)
-    norm: torch.Tensor = torch.linalg.vector_norm(x, ord if x.numel() else 2, dims, keepdim)
+    norm: Tensor = torch.linalg.vector_norm(x, ord if x.numel() else 2, dims, keepdim)
     return norm
 
 
-def safe_acos(x: torch.Tensor) -> torch.Tensor:
+def safe_acos(x: Tensor) -> Tensor:
     """Give the angle of a cosine, also for a cosine of 1 and, by rounding, a little more.
 
     Args:
@@ -311,7 +298,7 @@ def safe_acos(x: torch.Tensor) -> torch.Tensor:
     return torch.where(bad, x.detach().clamp(-1, 1).acos(), torch.where(bad, 0, x).acos())
 
 
-def safe_asin(x: torch.Tensor) -> torch.Tensor:
+def safe_asin(x: Tensor) -> Tensor:
     """Give the angle of a sine, also for a sine of 1 and, by rounding, a little more.
 
     Args:
@@ -353,7 +340,7 @@ def _check_operand(value: object, name: str, function: str) -> None:
         )
 
 
-def _check_real(x: torch.Tensor, name: str, function: str) -> None:
+def _check_real(x: Tensor, name: str, function: str) -> None:
     check_tensor(x, name=name, function=function)
     if x.is_complex():
         raise ArgumentTypeError(

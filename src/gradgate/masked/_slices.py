@@ -1,25 +1,174 @@
-"""The slices that a reduction looks at: which dimensions, what is kept in each, what one with nothing kept gives."""
+"""What a call reads: which elements take part, which slices are reduced, what one with nothing kept gives."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import EllipsisType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
+from gradgate import _kernels
+from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
 from gradgate._torch_compat import assert_later, has_data, inside_functorch, is_compiling
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NothingKeptError
-from gradgate.masked._kernels import counts, fill
-from gradgate.masked._valid import Exclude, Number, mask_of, stored
+from gradgate.masked._dispatch import Number, counts, fill
 
-__all__ = ["Dim", "Empty", "Slices", "dims_of", "slices_of"]
-
+Exclude: TypeAlias = Number | Iterable[Number] | Tensor | None
+Keep: TypeAlias = Tensor | None
 Dim: TypeAlias = int | Sequence[int] | None
 Empty: TypeAlias = bool | int | float | complex | Literal["raise"] | EllipsisType
+
+
+# --- which elements take part --------------------------------------------------------------------------------
+
+
+def valid(x: Tensor, *, keep: Keep = None, exclude: Exclude = None, finite: bool = False) -> Tensor:
+    """Give the mask that the functions of this package use: True where an element takes part.
+
+    Args:
+        x: The values.
+        keep: A boolean mask that broadcasts to the shape of x; True takes part.
+        exclude: A value that does not take part, or several (a list, a tuple, a set, a tensor of values). NaN
+            matches NaN. A value that the dtype of x cannot hold (-1 for uint8, 0.5 for an integer) matches nothing.
+        finite: Leave out NaN and infinities as well.
+
+    Returns:
+        A boolean tensor of the shape of x. It may share memory with `keep`; do not write to it.
+
+    Raises:
+        ArgumentTypeError: `keep` is not a boolean tensor, or `exclude` has something that is not a number.
+        ArgumentValueError: `keep` does not broadcast to the shape of x, or is on another device.
+
+    Examples:
+        >>> labels = torch.tensor([3, 255, 7, 0])
+        >>> gg.masked.valid(labels, exclude=[255, 0])
+        tensor([ True, False,  True, False])
+    """
+    mask, _ = mask_of(x, keep, exclude, function="masked.valid")
+    if finite:
+        mask = torch.isfinite(x) if mask is None else mask & torch.isfinite(x)
+    if mask is None:
+        return torch.ones_like(x, dtype=torch.bool)
+    return mask.expand(x.shape)
+
+
+def mask_of(
+    x: Tensor, keep: Tensor | None, exclude: Exclude = None, *, function: str, lazy: bool = False
+) -> tuple[Tensor | None, Number | None]:
+    """Give the mask that `keep` and `exclude` make together, of a shape that broadcasts to x; None if all take part.
+
+    If `lazy`, a single excluded value of which the kernels need no mask is given as it is, and no mask.
+    """
+    check_tensor(x, name="x", function=function)
+    if x.layout is not torch.strided or x.is_nested:
+        raise _not_dense(x, "x", function)
+    mask = None if keep is None else check_keep(keep, x, function=function)
+    if mask is not None and mask.layout is not torch.strided:
+        raise _not_dense(mask, "keep", function)
+    if exclude is None:
+        return mask, None
+    plain = x.detach()
+    if isinstance(exclude, Tensor):
+        for element in exclude.detach().reshape(-1).unbind():
+            others = ~_matches_tensor(plain, element)
+            mask = others if mask is None else mask & others
+        return mask, None
+    values = [
+        value for value in (stored(number, x.dtype) for number in _numbers(exclude, function)) if value is not None
+    ]
+    if lazy and mask is None and len(values) == 1 and x.dtype in _kernels.DTYPES and _kernels.usable(x):
+        return None, values[0]
+    for value in values:
+        mask = excluding(plain, mask, value)
+    return mask, None
+
+
+def excluding(x: Tensor, mask: Tensor | None, value: Any) -> Tensor:
+    """Give the mask of what is kept by a mask and is not the value; NaN is NaN."""
+    if x.dtype in _kernels.DTYPES and (_kernels.usable(x) if mask is None else _kernels.usable(x, mask)):
+        return _kernels.valid(x.contiguous(), None if mask is None else mask.expand(x.shape).contiguous(), value)
+    others = x == x if value != value else x != value
+    return others if mask is None else mask & others
+
+
+def _not_dense(tensor: Tensor, name: str, function: str) -> ArgumentTypeError:
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    return ArgumentTypeError(
+        f"{function}(): `{name}` is a {kind} tensor.",
+        why="each element takes part or does not, so each has to be there.",
+        fix=f"torch.nested.to_padded_tensor({name}, float('nan'))   # exclude=float('nan')"
+        if tensor.is_nested
+        else f"{name}.to_dense()",
+    )
+
+
+def _numbers(exclude: Any, function: str) -> list[Number]:
+    several = isinstance(exclude, Iterable) and not isinstance(exclude, str | bytes)
+    found: list[Number] = []
+    for value in exclude if several else (exclude,):
+        # A numpy number is a number too, but not one of Python's.
+        number = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
+        if not isinstance(number, bool | int | float | complex):
+            raise ArgumentTypeError(
+                f"{function}(): `exclude` has {describe(value)}.",
+                why="values are compared with the elements of x, so they have to be numbers.",
+                fix="exclude=255   # or [0, 255], or float('nan')",
+            )
+        found.append(number)
+    return found
+
+
+def stored(number: Number, dtype: torch.dtype) -> Number | None:
+    """Give a number of the kind of a dtype, rounded no further than the dtype does; None if it cannot hold it."""
+    if dtype.is_complex:
+        parts = [_stored_real(part, dtype) for part in (number.real, number.imag)]
+        return None if None in parts else complex(*parts)  # type: ignore[arg-type]
+    return None if number.imag else _stored_real(number.real, dtype)
+
+
+def _stored_real(number: float, dtype: torch.dtype) -> float | None:
+    finite = isinstance(number, int) or math.isfinite(number)  # an int may be larger than any float
+    if dtype.is_floating_point or dtype.is_complex:
+        if not finite:
+            return number
+        info = torch.finfo(dtype)
+        least = info.tiny * info.eps / 2  # half of the smallest number above 0: beneath it, 0 would be stored
+        return float(number) if number == 0 or least < abs(number) <= info.max else None  # torch takes no large int
+    if not finite or number != int(number):
+        return None
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not low <= number <= high:
+        return None
+    return bool(number) if dtype is torch.bool else int(number)
+
+
+def _matches_tensor(x: Tensor, value: Tensor) -> Tensor:
+    """Say where a 0-dim tensor's value is in x, without asking the host for it."""
+    fits = None
+    if value.is_complex() and not x.is_complex():
+        fits, value = value.imag == 0, value.real
+    same = value.to(device=x.device, dtype=x.dtype)
+    matched = x == same
+    if x.is_floating_point() or x.is_complex():
+        matched = matched | (torch.isnan(x) & torch.isnan(same))
+        fitting = (torch.isinf(same) == torch.isinf(value)) & ((same == 0) == (value == 0))
+    else:
+        fitting = (same.to(value.dtype) == value) & (_is_negative(same) == _is_negative(value))
+    return matched & fitting if fits is None else matched & fitting & fits
+
+
+def _is_negative(value: Tensor) -> Tensor:
+    # torch does not compare the wide unsigned integers with 0.
+    return value < 0 if value.dtype.is_signed else torch.zeros_like(value, dtype=torch.bool)
+
+
+# --- slices --------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -28,39 +177,54 @@ class Slices:
 
     Args:
         x: The values.
-        mask: True where an element takes part, broadcasts to x; None if all do.
+        keep: True where an element takes part, broadcasts to x; None if all do, or all but those of one value.
+        excluded: A value that no mask has been made of yet; then `keep` is None.
         dims: The dimensions that are reduced, sorted, none negative.
         keepdim: Whether they stay in the result with size 1.
         empty: What a slice with nothing kept gives; `...` for the function's own rule.
         function: The public function that was called, for messages.
     """
 
-    x: torch.Tensor
-    mask: torch.Tensor | None
+    x: Tensor
+    keep: Tensor | None
+    excluded: Number | None
     dims: tuple[int, ...]
     keepdim: bool
     empty: Empty
     function: str
 
     @property
+    def whole(self) -> bool:
+        """Tell whether every element takes part for certain."""
+        return self.keep is None and self.excluded is None
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Give the mask, made now if need be; None if every element takes part."""
+        if self.excluded is not None:
+            self.keep, self.excluded = excluding(self.x.detach(), None, self.excluded), None
+        return self.keep
+
+    @property
     def size(self) -> int:
         """Give how many elements each slice has, kept or not."""
         return math.prod([self.x.shape[d] for d in self.dims])
 
-    def filled(self, value: Number) -> torch.Tensor:
+    def filled(self, value: Number) -> Tensor:
         """Give x with a value in the place of what is left out; its gradient is exactly 0 there."""
-        return self.x if self.mask is None else fill(self.x, self.mask, value)
+        mask = self.mask
+        return self.x if mask is None else fill(self.x, mask, value)
 
-    def full_mask(self) -> torch.Tensor:
+    def full_mask(self) -> Tensor:
         """Give the mask in the shape of x."""
-        if self.mask is None:
+        mask = self.mask
+        if mask is None:
             return torch.ones_like(self.x, dtype=torch.bool)
-        return self.mask if self.mask.shape == self.x.shape else self.mask.expand(self.x.shape)
+        return mask if mask.shape == self.x.shape else mask.expand(self.x.shape)
 
-    def number(self, keepdim: bool | None = None) -> torch.Tensor:
+    def number(self, keepdim: bool | None = None) -> Tensor:
         """Give how many elements are kept in each slice."""
-        mask = self.full_mask() if self.mask is None else self.mask
-        return counts(mask, self.x.shape, self.dims, self.keepdim if keepdim is None else keepdim)
+        return counts(self.full_mask(), self.x.shape, self.dims, self.keepdim if keepdim is None else keepdim)
 
     def with_mask(self) -> Slices:
         """Give the same slices with a mask and at least one element, kept or not, in each.
@@ -73,18 +237,18 @@ class Slices:
                 shape = [1 if i == d else size for i, size in enumerate(x.shape)]
                 x = torch.cat([x, x.new_zeros(shape)], d)
                 mask = torch.cat([mask, mask.new_zeros(shape)], d)
-        return Slices(x, mask, self.dims, self.keepdim, self.empty, self.function)
+        return Slices(x, mask, None, self.dims, self.keepdim, self.empty, self.function)
 
     def in_one_dim(self) -> Slices:
         """Give the same slices along one last dimension."""
         if self.dims == (self.x.dim() - 1,):
-            return Slices(self.x, self.mask, self.dims, False, self.empty, self.function)
+            return Slices(self.x, self.keep, self.excluded, self.dims, False, self.empty, self.function)
         last = tuple(range(self.x.dim() - len(self.dims), self.x.dim()))
         x = _gathered(self.x, self.dims, last)
-        mask = None if self.mask is None else _gathered(self.mask.expand(self.x.shape), self.dims, last)
-        return Slices(x, mask, (x.dim() - 1,), False, self.empty, self.function)
+        mask = None if self.keep is None else _gathered(self.keep.expand(self.x.shape), self.dims, last)
+        return Slices(x, mask, self.excluded, (x.dim() - 1,), False, self.empty, self.function)
 
-    def spread(self, result: torch.Tensor) -> torch.Tensor:
+    def spread(self, result: Tensor) -> Tensor:
         """Give a result of `in_one_dim` that still has its last dimension the shape of x."""
         if not self.dims:
             return result.squeeze(-1)
@@ -94,7 +258,7 @@ class Slices:
         sizes = [self.x.shape[d] for d in self.dims]
         return torch.unflatten(result, -1, sizes).movedim(last, self.dims)
 
-    def reduced(self, result: torch.Tensor, leading: int = 0) -> torch.Tensor:
+    def reduced(self, result: Tensor, leading: int = 0) -> Tensor:
         """Give a result of `in_one_dim` without its last dimension the shape that keepdim asks for."""
         if self.keepdim:
             for d in self.dims:
@@ -103,7 +267,9 @@ class Slices:
 
     def refuse(self, *, integers: bool = False, complexes: bool = False) -> None:
         """Raise if x is of a kind that the plain function does not take either."""
-        kind = "" if self.x.is_floating_point() else "complex" if self.x.is_complex() else "integer"
+        if self.x.is_floating_point():
+            return
+        kind = "complex" if self.x.is_complex() else "integer"
         if kind == "complex" and complexes:
             raise ArgumentTypeError(
                 f"{self.function}(): `x` is {describe(self.x)}.",
@@ -117,25 +283,15 @@ class Slices:
                 fix="x.to(torch.float32)",
             )
 
-    def settle(
-        self, result: torch.Tensor, natural: Number | None = None, number: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Give slices with nothing kept their value, whatever stands there in the result.
+    def fill_empty(self, result: Tensor, natural: Number | None = None, number: Tensor | None = None) -> Tensor:
+        """Give slices with nothing kept their value; a gradient that arrives there goes nowhere.
 
-        Args:
-            result: The result, reduced over the dimensions.
-            natural: What stands there already by the function's own rule; None if the rule is NaN for a result that
-                can hold it and an error for one that cannot.
-            number: How many elements are kept in each slice, where that is known already.
-
-        Returns:
-            The result; a gradient that arrives at a slice with nothing kept goes nowhere.
+        `natural` is what stands there already by the function's own rule; None if the rule is NaN for a result that can
+        hold it and an error for one that cannot. `number` is how many are kept, where that is known.
         """
-        if self.mask is None and self.size > 0:
+        if (natural is not None and self.empty is ...) or (self.whole and self.size > 0):
             return result
         if self.empty is ...:
-            if natural is not None:
-                return result
             value: Number | None = math.nan if result.is_floating_point() or result.is_complex() else None
         else:
             value = None if self.empty == "raise" else _fitting(self.empty, result.dtype, self.function)
@@ -145,7 +301,7 @@ class Slices:
             return result
         return torch.where(number == 0, value, result)
 
-    def _refuse_empty(self, number: torch.Tensor) -> None:
+    def _refuse_empty(self, number: Tensor) -> None:
         if has_data(number):
             if (number == 0).any():
                 raise NothingKeptError(
@@ -164,7 +320,7 @@ class Slices:
         else:
             assert_later((number != 0).all(), f"{self.function}(): nothing is kept in a slice, and no empty= is given.")
 
-    def _named(self, number: torch.Tensor) -> str:
+    def _named(self, number: Tensor) -> str:
         """Say which slices have nothing kept, as one would index them."""
         kept = number.reshape([1 if d in self.dims else size for d, size in enumerate(self.x.shape)])
         bad = (kept == 0).nonzero()
@@ -172,14 +328,14 @@ class Slices:
             return "x" if self.x.dim() == len(self.dims) else f"the only slice, x[{self._index(bad[0])}]"
         return f"{len(bad)} of {kept.numel()} slices; the first is x[{self._index(bad[0])}]"
 
-    def _index(self, position: torch.Tensor) -> str:
+    def _index(self, position: Tensor) -> str:
         return ", ".join(":" if d in self.dims else str(i) for d, i in enumerate(position.tolist()))
 
 
 def slices_of(
-    x: torch.Tensor,
+    x: Tensor,
     dim: Dim,
-    keep: torch.Tensor | None,
+    keep: Tensor | None,
     exclude: Exclude,
     *,
     function: str,
@@ -187,22 +343,8 @@ def slices_of(
     empty: Empty = ...,
     dtype: torch.dtype | None = None,
 ) -> Slices:
-    """Read the arguments that all functions of the room share.
-
-    Args:
-        x: The values.
-        dim: One dimension, several, or None for all.
-        keep: The mask.
-        exclude: The values that do not take part; they are compared before x becomes another dtype.
-        function: The public function that was called.
-        keepdim: Whether reduced dimensions stay with size 1.
-        empty: What a slice with nothing kept gives.
-        dtype: What x becomes first.
-
-    Returns:
-        The slices.
-    """
-    mask = mask_of(x, keep, exclude, function=function)
+    """Read the arguments that all functions share; `exclude` is compared before x becomes another dtype."""
+    mask, excluded = mask_of(x, keep, exclude, function=function, lazy=dtype is None)
     if not (empty is ... or isinstance(empty, bool | int | float | complex) or empty == "raise"):
         raise ArgumentTypeError(
             f"{function}(): `empty` is {describe(empty)}.",
@@ -223,20 +365,11 @@ def slices_of(
                 fix="dtype=torch.float32",
             )
         x = x.to(dtype)
-    return Slices(x, mask, dims_of(x, dim, function), keepdim, empty, function)
+    return Slices(x, mask, excluded, dims_of(x, dim, function), keepdim, empty, function)
 
 
-def dims_of(x: torch.Tensor, dim: Dim, function: str) -> tuple[int, ...]:
-    """Read `dim`.
-
-    Args:
-        x: The values.
-        dim: One dimension, several, or None for all.
-        function: The public function that was called.
-
-    Returns:
-        The dimensions, sorted, none negative.
-    """
+def dims_of(x: Tensor, dim: Dim, function: str) -> tuple[int, ...]:
+    """Read `dim`: give the dimensions, sorted, none negative."""
     rank = x.dim()
     if dim is None:
         return tuple(range(rank))
@@ -268,7 +401,7 @@ def dims_of(x: torch.Tensor, dim: Dim, function: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _gathered(x: torch.Tensor, dims: tuple[int, ...], last: tuple[int, ...]) -> torch.Tensor:
+def _gathered(x: Tensor, dims: tuple[int, ...], last: tuple[int, ...]) -> Tensor:
     return x.movedim(dims, last).flatten(last[0]) if dims else x.unsqueeze(-1)
 
 
@@ -283,3 +416,104 @@ def _fitting(empty: Number, dtype: torch.dtype, function: str) -> Number:
         why=f"{name} cannot hold that value.",
         fix="x.to(torch.float32)   # or an `empty` that fits",
     )
+
+
+# --- other arguments -----------------------------------------------------------------------------------------
+
+
+def is_real(value: object) -> bool:
+    """Tell whether a value is a real number, one of Python's or of numpy's."""
+    return isinstance(value, Real)
+
+
+def check_number(value: Any, *, name: str, function: str, why: str, fix: str) -> None:
+    """Make sure that an argument is a real number, and not NaN.
+
+    Args:
+        value: The argument; a tensor is taken as it is, so that nobody has to look at it.
+        name: Its name in the signature.
+        function: The public function that was called.
+        why: What it is for, in a message.
+        fix: A call that is right, in a message.
+
+    Raises:
+        ArgumentTypeError: It is no real number; True and False are answers, not numbers.
+        ArgumentValueError: It is NaN.
+    """
+    if type(value) is int or isinstance(value, Tensor):  # at once, because most of them are ints
+        return
+    if isinstance(value, bool) or not is_real(value):
+        raise ArgumentTypeError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
+    if value != value:
+        raise ArgumentValueError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
+
+
+def check_order(order: Any, *, function: str) -> None:
+    """Make sure that `ord` is the order of a vector norm.
+
+    Args:
+        order: The argument.
+        function: The public function that was called.
+
+    Raises:
+        ArgumentTypeError: It is no number, such as "fro".
+        ArgumentValueError: It is NaN.
+    """
+    check_number(
+        order,
+        name="ord",
+        function=function,
+        why="it is the order of a vector norm, a number; names are those of norms of matrices.",
+        fix="ord=2   # or 1, or float('inf')",
+    )
+
+
+def check_shape(value: Any, shape: tuple[int, ...], *, name: str, function: str) -> None:
+    """Make sure that an argument is a tensor of one shape, or None.
+
+    Args:
+        value: The argument.
+        shape: What its shape has to be.
+        name: Its name in the signature.
+        function: The public function that was called.
+
+    Raises:
+        ArgumentTypeError: It is neither a tensor nor None.
+        ArgumentValueError: It has another shape.
+    """
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(
+            f"{function}(): `{name}` is {describe(value)}.",
+            why=f"it is a tensor of shape {shape}, or None.",
+            fix=f"{name}=torch.full({shape}, {value!r})" if isinstance(value, Real) else f"{name}=None",
+        )
+    if value.shape != shape:
+        raise ArgumentValueError(
+            f"{function}(): `{name}` is {describe(value)}.",
+            why=f"there is one number in it for each place that is scaled, so its shape is {shape}.",
+            fix=f"{name}={name}.expand({', '.join(map(str, shape))})   # if one number is meant for several",
+        )
+
+
+def check_broadcast(x: Tensor, y: Tensor, *, names: tuple[str, str], function: str) -> None:
+    """Say it where two shapes do not broadcast; asked only after torch has refused, so that it costs nothing.
+
+    Args:
+        x: One tensor.
+        y: The other one.
+        names: Their names in the signature.
+        function: The public function that was called.
+
+    Raises:
+        ArgumentValueError: They do not broadcast.
+    """
+    try:
+        torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise ArgumentValueError(
+            f"{function}(): `{names[0]}` has shape {tuple(x.shape)}, `{names[1]}` has {tuple(y.shape)}.",
+            why="they have to broadcast to one shape.",
+            fix=f"{names[1]}.unsqueeze(-1)   # or whatever makes them fit",
+        ) from None

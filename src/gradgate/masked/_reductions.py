@@ -1,0 +1,447 @@
+"""Reductions that add or multiply what is kept: sum, prod, mean, count, cumsum, var, std, norm, normalize."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradgate.masked._dispatch import HALVES, fill, squares, sums
+from gradgate.masked._order import amin
+from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, check_number, check_order, slices_of
+
+
+def sum(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Add up the elements that are kept.
+
+    Args:
+        x: The values.
+        dim: The dimension to reduce, several of them, or None for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        dtype: What x becomes before it is added; integers become int64 without it, as in torch.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of 0; "raise" for an error.
+
+    Returns:
+        The sum over each slice.
+
+    Raises:
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        1 for each element that is kept, exactly 0 for each that is not.
+
+    Examples:
+        >>> gg.masked.sum(torch.tensor([1.0, float("nan"), 2.0]), exclude=float("nan"))
+        tensor(3.)
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.sum", keepdim=keepdim, empty=empty, dtype=dtype)
+    if slices.whole:
+        return slices.fill_empty(slices.x.sum(slices.dims, keepdim=keepdim, dtype=dtype), natural=0)
+    found = sums(slices, counted=empty is not ...)
+    return slices.fill_empty(found.total if dtype is None else found.total.to(dtype), 0, found.number)
+
+
+def prod(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Multiply the elements that are kept.
+
+    Args:
+        x: The values.
+        dim: The dimension to reduce, several of them, or None for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        dtype: What x becomes before it is multiplied; integers become int64 without it, as in torch.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of 1; "raise" for an error.
+
+    Returns:
+        The product over each slice.
+
+    Raises:
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        For an element that is kept the product of the others that are, also where some are 0; exactly 0 for each
+        that is not kept.
+
+    Examples:
+        >>> gg.masked.prod(torch.tensor([2, 0, 3]), exclude=0)
+        tensor(6)
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.prod", keepdim=keepdim, empty=empty, dtype=dtype)
+    return slices.fill_empty(slices.reduced(slices.in_one_dim().filled(1).prod(-1, dtype=dtype)), natural=1)
+
+
+def mean(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Give the mean of the elements that are kept: their sum over their number.
+
+    Args:
+        x: The values, floating or complex.
+        dim: The dimension to reduce, several of them, or None for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        dtype: What x becomes first; needed for integers.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+
+    Returns:
+        The mean over each slice.
+
+    Raises:
+        ArgumentTypeError: x is of integers and no dtype is given.
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        1 / (number kept in the slice) for each element that is kept, exactly 0 for each that is not; a slice with
+        nothing kept gives exactly 0 as well.
+
+    Examples:
+        >>> x = torch.tensor([[1.0, 2.0, float("inf")], [4.0, 5.0, 6.0]], requires_grad=True)
+        >>> gg.masked.mean(x, dim=1, keep=x.detach() < 5).tolist()
+        [1.5, 4.0]
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.mean", keepdim=keepdim, empty=empty, dtype=dtype)
+    slices.refuse(integers=True)
+    if slices.whole:
+        return slices.fill_empty(slices.x.mean(slices.dims, keepdim=keepdim), natural=math.nan)
+    found = sums(slices, mean=True, counted=empty is not ...)
+    return slices.fill_empty(found.total, math.nan, found.number)
+
+
+def count(
+    x: Tensor, dim: Dim = None, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
+) -> Tensor:
+    """Give how many elements are kept.
+
+    Args:
+        x: The values.
+        dim: The dimension to reduce, several of them, or None for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of 0; "raise" for an error.
+
+    Returns:
+        The number for each slice, as int64.
+
+    Raises:
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Examples:
+        >>> gg.masked.count(torch.tensor([[7, 255], [255, 255]]), dim=1, exclude=255)
+        tensor([1, 0])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.count", keepdim=keepdim, empty=empty)
+    number = slices.number()
+    return slices.fill_empty(number, natural=0, number=number)
+
+
+def cumsum(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    dtype: torch.dtype | None = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Add up the elements that are kept, one after the other.
+
+    Args:
+        x: The values.
+        dim: The dimension to go along; several of them, or None for all, are gone through in row-major order.
+        dtype: What x becomes before it is added; integers become int64 without it, as in torch.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What every place of a slice with nothing kept gives instead of 0; "raise" for an error.
+
+    Returns:
+        A tensor of the shape of x: at each place the sum of what is kept up to there. The place of an element that
+        is left out repeats the sum before it.
+
+    Raises:
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        To each element that is kept the sum of the gradients from its place on; exactly 0 to each that is not.
+
+    Examples:
+        >>> gg.masked.cumsum(torch.tensor([1.0, float("nan"), 2.0]), exclude=float("nan"))
+        tensor([1., 1., 3.])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.cumsum", keepdim=True, empty=empty, dtype=dtype)
+    return slices.fill_empty(slices.spread(slices.in_one_dim().filled(0).cumsum(-1, dtype=dtype)), natural=0)
+
+
+def var(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    correction: float = 1,
+    keepdim: bool = False,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Give the variance of the elements that are kept.
+
+    Args:
+        x: The values, floating or complex.
+        dim: The dimension to reduce, several of them, or None for all.
+        correction: What is taken from the number kept before dividing by it, as in torch: 1 for a sample, 0 for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+
+    Returns:
+        The variance over each slice, real. With no more elements kept than `correction` it is what torch gives for
+        so few: NaN for one element.
+
+    Raises:
+        ArgumentTypeError: x is of integers.
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        2 (x - mean) / (number kept - correction) for each element that is kept, exactly 0 for each that is not. A
+        slice with no more elements kept than `correction` gives exactly 0; torch.var gives NaN there.
+
+    Examples:
+        >>> gg.masked.var(torch.tensor([1.0, 2.0, 3.0, -999.0]), exclude=-999)
+        tensor(1.)
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.var", keepdim=keepdim, empty=empty)
+    slices.refuse(integers=True)
+    _check_correction(correction, slices.function)
+    if slices.whole and slices.size > correction and slices.x.numel():
+        return slices.x.var(slices.dims, correction=correction, keepdim=keepdim)
+    variance, undefined, number = _variance(slices, correction)
+    settled = torch.where(number > correction, variance, undefined)
+    return slices.fill_empty(settled.to(undefined.dtype), natural=math.nan, number=number)
+
+
+def std(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    correction: float = 1,
+    keepdim: bool = False,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Give the standard deviation of the elements that are kept.
+
+    Args:
+        x: The values, floating or complex.
+        dim: The dimension to reduce, several of them, or None for all.
+        correction: What is taken from the number kept before dividing by it, as in torch: 1 for a sample, 0 for all.
+        keepdim: Whether reduced dimensions stay with size 1.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+
+    Returns:
+        The standard deviation over each slice, real. With no more elements kept than `correction` it is what torch
+        gives for so few: NaN for one element.
+
+    Raises:
+        ArgumentTypeError: x is of integers.
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        That of the variance over twice the standard deviation for each element that is kept, exactly 0 for each
+        that is not. It is exactly 0 where the standard deviation is 0, as in torch, and in a slice with no more
+        elements kept than `correction`, where torch.std gives NaN.
+
+    Examples:
+        >>> gg.masked.std(torch.tensor([1.0, 2.0, 3.0, -999.0]), exclude=-999)
+        tensor(1.)
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.std", keepdim=keepdim, empty=empty)
+    slices.refuse(integers=True)
+    _check_correction(correction, slices.function)
+    if slices.whole and slices.size > correction and slices.x.numel():
+        return slices.x.std(slices.dims, correction=correction, keepdim=keepdim)
+    variance, undefined, number = _variance(slices, correction)
+    flat = variance == 0
+    root = torch.where(flat, 0.0, torch.where(flat, 1.0, variance).sqrt())
+    settled = torch.where(number > correction, root, undefined)
+    return slices.fill_empty(settled.to(undefined.dtype), natural=math.nan, number=number)
+
+
+def _check_correction(correction: float, function: str) -> None:
+    check_number(
+        correction,
+        name="correction",
+        function=function,
+        why="it is taken from the number of elements: 1 for a sample, 0 for all there are.",
+        fix="correction=1",
+    )
+
+
+def distances(slices: Slices) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the distances to the mean of the slice, 0 for what is left out, the means, and the numbers; keeps dims.
+
+    Halves become float32.
+    """
+    mask = slices.full_mask()
+    found = sums(replace(slices, keepdim=True), counted=True, wide=True)
+    assert found.number is not None
+    center = found.total / found.number.clamp(min=1)
+    # What is left out is taken away before and after: its distance to the center is no number to build on.
+    return fill(slices.filled(0) - center, mask, 0), center, found.number
+
+
+def _variance(slices: Slices, correction: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the variance where it is defined, what stands in its place elsewhere, and the number kept."""
+    x, dtype = slices.x, slices.x.dtype
+    if x.is_complex():
+        mask = slices.full_mask()
+        (found, number), (more, _) = (squares(replace(slices, x=part, keep=mask)) for part in (x.real, x.imag))
+        found, dtype = found + more, found.dtype
+    else:
+        found, number = squares(replace(slices, x=x.float()) if dtype in HALVES else slices)
+    freedom = (number - correction).clamp(min=0)
+    # torch divides by 0 here: NaN for one element, infinity for a correction that is larger than the number.
+    undefined = (found.detach() / freedom).to(dtype)
+    return found / torch.where(freedom > 0, freedom, 1), undefined, number
+
+
+def norm(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    ord: float = 2,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Give the vector norm of the elements that are kept.
+
+    Args:
+        x: The values, floating or complex.
+        dim: The dimension to reduce, several of them, or None for all.
+        ord: Which norm, as in torch.linalg.vector_norm: 2, 1, 0, infinity, or any other number.
+        keepdim: Whether reduced dimensions stay with size 1.
+        dtype: What x becomes first.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a slice with nothing kept gives instead of 0; "raise" for an error.
+
+    Returns:
+        The norm of each slice, real.
+
+    Raises:
+        ArgumentTypeError: x is of integers and no dtype is given.
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        That of torch.linalg.vector_norm for each element that is kept, exactly 0 for each that is not; exactly 0
+        where the norm is 0.
+
+    Examples:
+        >>> gg.masked.norm(torch.tensor([3.0, float("nan"), 4.0]), exclude=float("nan"))
+        tensor(5.)
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.norm", keepdim=keepdim, empty=empty, dtype=dtype)
+    slices.refuse(integers=True)
+    return slices.fill_empty(_norm(slices, ord, slices.filled(0)), natural=0)
+
+
+def normalize(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    ord: float = 2,
+    eps: float = 1e-12,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Divide the elements that are kept by their norm.
+
+    Args:
+        x: The values, floating or complex.
+        dim: The dimension to take the norm over, several of them, or None for all.
+        ord: Which norm, as in torch.linalg.vector_norm.
+        eps: A smaller norm counts as this, so that 0 stays 0. The gradient there is 1 / eps, as in
+            torch.nn.functional.normalize; `masked.safe_normalize` has none. No less than the dtype can hold.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What every place of a slice with nothing kept gives instead of 0; "raise" for an error.
+
+    Returns:
+        A tensor of the shape of x, 0 where an element is left out.
+
+    Raises:
+        ArgumentTypeError: x is of integers.
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        That of x / max(norm, eps) for what is kept; exactly 0 for what is not, and nothing comes back from its place.
+
+    Examples:
+        >>> gg.masked.normalize(torch.tensor([3.0, 1e9, 4.0]), exclude=1e9)
+        tensor([0.6000, 0.0000, 0.8000])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.normalize", keepdim=True, empty=empty)
+    slices.refuse(integers=True)
+    check_number(
+        eps, name="eps", function="masked.normalize", why="no norm counts as less than this number.", fix="eps=1e-12"
+    )
+    # 1e-12 is 0 for a float16, and 0 / 0 would not stay 0.
+    least = max(eps, torch.finfo(slices.x.dtype).tiny)
+    filled = slices.filled(0)
+    divided = filled / _norm(slices, ord, filled).clamp_min(least)
+    return slices.fill_empty(divided if slices.mask is None else fill(divided, slices.mask, 0), natural=0)
+
+
+def _norm(slices: Slices, order: float, filled: Tensor) -> Tensor:
+    """Give the norm of each slice, 0 for one with nothing kept; filled has 0 in the place of what is left out."""
+    check_order(order, function=slices.function)
+    if slices.size == 0:
+        slices = slices.with_mask()
+        filled = slices.filled(0)
+    if order == -math.inf:
+        return amin(slices.filled(1).abs(), slices.dims, keepdim=slices.keepdim, keep=slices.mask, empty=0.0)
+    if order < 0 and slices.mask is not None:
+        # A negative power makes nothing of infinity, as it makes infinity of 0.
+        filled = fill(slices.filled(1).abs(), slices.mask, math.inf)
+    length: Tensor = torch.linalg.vector_norm(filled, order, slices.dims, keepdim=slices.keepdim)
+    if order < 0:
+        return length if slices.mask is None else torch.where(slices.number() == 0, 0.0, length)
+    # torch's own gradient is 0 here, but not its second one.
+    return torch.where(length == 0, 0.0, length)

@@ -1,0 +1,16 @@
+"""Both paths of gradgate.masked: the native kernels, and what torch alone composes."""
+
+import pytest
+
+from gradgate import _kernels
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def both_paths(request):
+    """Run a module once with the native kernels, if they are in force, and once without."""
+    if request.param == "native" and _kernels.library is None:
+        pytest.skip("the native kernels are not in force")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(_kernels, "library", None)
+        yield request.param
