@@ -2,30 +2,21 @@
 
 import _thread
 import itertools
-import linecache
 import os
 import random
 import signal
-import sys
-import warnings
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
 
 import gradgate as gg
 from gradgate._patches import Patches, to_the_end
-from gradgate._torch_compat import ThreadModes
+from tests.interrupting import Interrupts, differences, process_state
 
-SOURCES = str(Path(gg.__file__).parent)
 NAN = float("nan")
 BAD = 4
 SIZE = 8
-# Between the addition of gradients and the return there is no call and no jump: only a tracer can raise there.
-ATOMIC = ("self._state.open, self._tally, self.global_step = False, tally, step", "return result")
 
 
 class Fussy(torch.nn.Module):
@@ -101,7 +92,7 @@ class World:
 
     def state(self):
         """Give everything that an interrupt must leave alone, by name."""
-        found = {"modes": _modes(), "hooks": _hooks(), "filters": len(warnings.filters), "random": _random_state()}
+        found = process_state()
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
             found[f"gradient of {name}"] = None if gradient is None else (id(gradient), gradient.numpy().tobytes())
@@ -115,52 +106,6 @@ class World:
         return found
 
 
-def _modes():
-    modes = ThreadModes()
-    return modes._recording, modes._autocast, modes._caching, modes._nesting
-
-
-def _hooks():
-    tables = [table for name, table in vars(module_hooks).items() if name.startswith("_global_")]
-    tables += [optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks]
-    return [len(table) for table in tables if isinstance(table, dict)]
-
-
-def _random_state():
-    return torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state(legacy=False))
-
-
-class Interrupts:
-    """Raises KeyboardInterrupt at some of the lines of the library that a block runs, by their numbers."""
-
-    def __init__(self, *lines):
-        self.lines = set(lines)
-        self.count = 0
-
-    def __enter__(self):
-        self._before = sys.gettrace()
-        sys.settrace(self._on_call)
-        return self
-
-    def __exit__(self, *raised):
-        sys.settrace(self._before)
-
-    def _on_call(self, frame, event, value):
-        return self._on_line if frame.f_code.co_filename.startswith(SOURCES) else None
-
-    def _on_line(self, frame, event, value):
-        if event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() not in ATOMIC:
-            self.count += 1
-            if self.count in self.lines:
-                sys.settrace(self._on_call)  # an exception in a trace function ends tracing
-                raise KeyboardInterrupt
-        return self._on_line
-
-
-def _differences(before, after):
-    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-
-
 def _interrupted(world, call, lines):
     """Run a call with interrupts at some lines; give whether it was interrupted, and what is different after it."""
     before = world.state()
@@ -168,7 +113,7 @@ def _interrupted(world, call, lines):
         with Interrupts(*lines):
             call()
     except KeyboardInterrupt:
-        return True, _differences(before, world.state())
+        return True, differences(before, world.state())
     return False, []
 
 
@@ -226,7 +171,7 @@ def test_timers_interrupt_at_any_moment():
                 if made:
                     world = World(kind, bad)
                 else:
-                    assert not _differences(state, world.state()), (kind, bad, number)
+                    assert not differences(state, world.state()), (kind, bad, number)
             assert world.backward().kept == [row for row in range(SIZE) if not bad or row != BAD]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -253,7 +198,7 @@ def test_an_exit_by_a_signal_handler_leaves_everything_as_before():
             world.guard.backward(world.batch, loss)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert not _differences(state, world.state())
+    assert not differences(state, world.state())
 
 
 def test_an_interrupt_from_another_thread_in_a_search():
@@ -268,7 +213,7 @@ def test_an_interrupt_from_another_thread_in_a_search():
     state = world.state()
     with pytest.raises(KeyboardInterrupt):
         world.guard.backward(world.batch, loss)
-    assert not _differences(state, world.state())
+    assert not differences(state, world.state())
     with torch.no_grad():
         assert bool(world.output(world.batch).isnan().any()) is False
 
@@ -280,7 +225,7 @@ def test_a_step_that_could_not_be_cleaned_up_is_cleaned_up_by_the_next_one(monke
         patch.setattr(type(world.guard._state), "give_back", lambda self, **_: None)
         with pytest.raises(KeyboardInterrupt):
             world.guard.backward(world.good, lambda x: (world.loss(x), _thread.interrupt_main(), torch.zeros(()))[2])
-    assert _differences(state, world.state())
+    assert differences(state, world.state())
     result = world.backward()  # not "a guard was used inside one of its own steps"
     fresh = World("loss")
     assert result.kept == fresh.backward().kept
@@ -307,6 +252,19 @@ def test_a_guard_inside_its_own_step_is_refused_also_after_an_interrupt():
     with pytest.raises(gg.GradgateError, match="inside one of its own steps"):
         world.guard.backward(world.batch, lambda x: world.guard.backward(x, world.loss).loss)
     world.backward()
+
+
+def test_limit_what_the_loss_function_was_about_to_put_back_is_not_put_back():
+    world = World("loss", bad=False)
+
+    def loss(x):
+        world.model.eval()
+        world.loss(x)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        world.guard.backward(world.batch, loss)
+    assert not world.model.training
 
 
 def test_patches_are_taken_back_in_order_and_by_nobody_else():

@@ -1,5 +1,6 @@
 """The lock: a bare torch.set_grad_enabled(...) inside changes nothing; everything else in torch works as ever."""
 
+import sys
 import threading
 import types
 
@@ -10,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import gradgate as gg
+from gradgate.modes import _follow_locks, current, locks
+from tests.interrupting import Interrupts
 
 ORIGINAL = torch.set_grad_enabled.__init__
 
@@ -220,3 +223,61 @@ def test_limit_inside_torch_compile_a_bare_call_passes():
         assert disturbed(torch.ones(2, requires_grad=True)).requires_grad
     assert torch.is_grad_enabled()
     torch._dynamo.reset()
+
+
+def test_an_interrupt_at_any_line_of_a_block_never_locks_up():
+    """Every lock that is opened or closed after an interrupt works; there is no mutex that could stay locked."""
+    with Interrupts() as counted, gg.grad_mode(False):
+        pass
+    for line in range(1, counted.count + 1):
+        entries, alive = list(current.entries), len(locks)
+        try:
+            with pytest.raises(KeyboardInterrupt), Interrupts(line), gg.grad_mode(False):
+                pass
+            with gg.grad_mode(False):
+                torch.set_grad_enabled(True)
+                assert not torch.is_grad_enabled()
+        finally:  # what an interrupt leaves of a block; see the limits
+            current.entries[:] = entries
+            del locks[alive:]
+            _follow_locks()
+            torch.set_grad_enabled(True)
+
+
+def test_limit_an_interrupt_while_leaving_a_block_leaves_the_mode_in_force():
+    left = []
+    with Interrupts() as counted, gg.grad_mode(False):
+        pass
+    for line in range(1, counted.count + 1):
+        entries, alive = list(current.entries), len(locks)
+        with pytest.raises(KeyboardInterrupt), Interrupts(line), gg.grad_mode(False):
+            pass
+        left.append(torch.is_grad_enabled())
+        current.entries[:] = entries
+        del locks[alive:]
+        _follow_locks()
+        torch.set_grad_enabled(True)
+    assert not all(left)
+
+
+def test_many_threads_open_and_close_locks_and_torch_is_as_it_was():
+    def work():
+        for _ in range(300):
+            with gg.grad_mode(False):
+                torch.set_grad_enabled(True)
+                seen.append(torch.is_grad_enabled())
+
+    seen, before = [], torch.set_grad_enabled.__init__
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(seen)
+    assert torch.set_grad_enabled.__init__ is before
+    assert not locks

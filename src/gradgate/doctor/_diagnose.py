@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from gradgate._checks import check_module
 from gradgate._names import describe
 from gradgate._patches import Patches, to_the_end
-from gradgate._torch_compat import is_compiled, run_as_written, without_compiled_wrappers
+from gradgate._torch_compat import ThreadModes, is_compiled, run_as_written, without_compiled_wrappers
 from gradgate.doctor._case import SEVERITIES, Case, Names, namespaces_of
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._graph import Graph, Layer, draw
@@ -41,6 +42,7 @@ class Examination:
         self.tracer = Tracer()
         self.tracer.before_step.append(self._before_step)
         self._surroundings = Patches()
+        self._modes = ThreadModes()
         self.thorough = True
         self.one_step = True
         self.files: tuple[str, ...] = ()
@@ -63,13 +65,19 @@ class Examination:
         finally:
             self.stop()
 
-    def stop(self) -> None:
-        """Trace no longer, and leave nothing behind, whatever was interrupted; may be called again."""
-        to_the_end(self._stop)
+    def stop(self, *, interrupted: bool = False) -> None:
+        """Trace no longer, and leave nothing behind; may be called again.
 
-    def _stop(self) -> None:
+        Args:
+            interrupted: Put back the modes too: the interrupt may have come where torch was about to do so.
+        """
+        to_the_end(partial(self._stop, interrupted))
+
+    def _stop(self, interrupted: bool) -> None:
         self.pause()
         self.tracer.uninstall()
+        if interrupted:
+            self._modes.restore()
 
     def resume(self) -> None:
         """Begin to trace, with torch.compile standing aside."""
@@ -99,8 +107,8 @@ class Examination:
                 self.run(step_fn)
         except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
             return error
-        except BaseException:  # an interrupt may come in the block's own end
-            self.stop()
+        except BaseException:  # an interrupt, perhaps in the block's own end
+            self.stop(interrupted=True)
             raise
         return None
 
@@ -265,7 +273,7 @@ class Tracing:
             self._examination.tracer.install()
             self.resume()
         except BaseException:  # an interrupt: nobody calls `__exit__`
-            self._examination.stop()
+            self._examination.stop(interrupted=True)
             raise
         return self
 
@@ -276,7 +284,7 @@ class Tracing:
             if self.tracing:
                 self.pause(error)
         finally:
-            self._examination.stop()
+            self._examination.stop(interrupted=kind is not None and not issubclass(kind, Exception))
 
     def resume(self) -> None:
         """Go on tracing after `pause`."""

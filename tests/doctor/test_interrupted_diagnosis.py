@@ -1,0 +1,83 @@
+"""An interrupt in a diagnosis, a trace or a watch leaves no hook, no mode and no patch behind."""
+
+import random
+
+import pytest
+import torch
+
+import gradgate as gg
+from tests.interrupting import Interrupts, differences, process_state
+
+
+def _model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+
+def _diagnosed(model, optimizer):
+    gg.diagnose(lambda: model(torch.ones(4, 3)).mean(), model=model)
+
+
+def _traced(model, optimizer):
+    with gg.trace(model):
+        model(torch.ones(4, 3)).mean().backward()
+        optimizer.step()
+
+
+def _watched(model, optimizer):
+    def step():
+        loss = (model(torch.ones(4, 3)) * 0).sqrt().mean()
+        loss.backward()
+        optimizer.step()
+
+    with gg.watch(model, on_bad="warn") as watch, pytest.warns(gg.errors.BadStepWarning):
+        watch.step(step)
+
+
+@pytest.mark.parametrize("call", [_diagnosed, _traced, _watched])
+def test_an_interrupt_leaves_the_process_as_it_was(call):
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call(model, optimizer)  # sources are read once
+    with Interrupts() as counted:
+        call(model, optimizer)
+    drawn, interrupts = random.Random(call.__name__), 0
+    for line in sorted(drawn.sample(range(1, counted.count + 1), 10)):
+        for lines in ([line], [line, line + drawn.randint(1, 40)]):
+            before = process_state()
+            try:
+                with Interrupts(*lines):
+                    call(model, optimizer)
+            except KeyboardInterrupt:
+                interrupts += 1
+            after = process_state()
+            assert set(differences(before, after)) <= {"random"}, lines
+    assert interrupts > 10
+    call(model, optimizer)
+
+
+def test_an_interrupted_replay_returns_to_the_weights_of_now():
+    model = _model()
+
+    def step():
+        loss = (model(torch.ones(4, 3)) * 0).sqrt().mean()
+        loss.backward()
+
+    def state():
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return str([*model.state_dict().values(), *gradients, torch.get_rng_state().tolist()])
+
+    with gg.watch(model, on_bad="warn") as watch:
+        replayed = watch._replay(step)
+        assert replayed.findings
+        watch._snapshot.take()
+        with Interrupts() as counted:
+            watch._replay(step)
+        for line in random.Random(3).sample(range(1, counted.count + 1), 10):
+            before = state()
+            try:
+                with Interrupts(line):
+                    watch._replay(step)
+            except KeyboardInterrupt:
+                assert state() == before, line
+            watch._snapshot.take()
