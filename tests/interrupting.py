@@ -47,7 +47,7 @@ class Interrupts:
 
 
 def _is_atomic(frame):
-    if frame.f_code.co_name != "_step":
+    if frame.f_code.co_name not in ("backward", "forward"):
         return False
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() in ATOMIC
 

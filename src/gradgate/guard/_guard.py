@@ -190,8 +190,15 @@ class Guard:
                 read_ids(self._read_ids, batch, size)  # what is wrong about it is said at the first step
         self._refuse_nesting()
         try:
-            return self._step(trial, batch, size, writes, guests, ids, partial(self._result, size, first))
-        except BaseException:  # a second interrupt may have come in the clean-up after the first
+            result, sums, tally, step = self._step(
+                trial, batch, size, writes, guests, ids, partial(self._result, size, first)
+            )
+            # Python looks for interrupts after calls and at jumps. Unpacking is neither, and nothing that follows is:
+            # an interrupt comes before, and everything is as before the step, or after the return.
+            _ = [*sums]
+            self._state.open, self._tally, self.global_step = False, tally, step
+            return result
+        except BaseException:  # perhaps a second interrupt, in the clean-up after the first
             self._state.give_back()
             raise
 
@@ -224,11 +231,17 @@ class Guard:
                 self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
                 self._closed = None
             with self._agreement.apart(training=False):
-                return self._step(trial, batch, size, writes, guests, ids, conclude)
+                result, sums, tally, step = self._step(trial, batch, size, writes, guests, ids, conclude)
+                _ = [*sums]
+                self._state.open, self._tally, self.global_step = False, tally, step
+                return result
         self._refuse_nesting()
-        try:
-            return self._step(trial, batch, size, writes, guests, ids, conclude)
-        except BaseException:  # as in `backward`
+        try:  # as in `backward`
+            result, sums, tally, step = self._step(trial, batch, size, writes, guests, ids, conclude)
+            _ = [*sums]
+            self._state.open, self._tally, self.global_step = False, tally, step
+            return result
+        except BaseException:
             self._state.give_back()
             raise
 
@@ -298,17 +311,17 @@ class Guard:
         guests: Sequence[torch.Tensor],
         ids: Ids | None,
         conclude: Callable[[Outcome, Recovered | None, tuple[Incident, ...]], tuple[Made, Tally, int]],
-    ) -> Made:
-        """Make a try, recover from its fault, and count the step; whatever is raised, everything is as before."""
+    ) -> tuple[Made, Iterator[object], Tally, int]:
+        """Make a try and recover from its fault; whatever is raised, everything is as before.
+
+        Returns:
+            The result; what adds earlier gradients when it is walked over; and what is counted after the step.
+        """
         try:
             self._state.remember(guests)
             outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
             result, tally, step = conclude(outcome, recovered, incidents)
-            # Python looks for interrupts after calls and at jumps. Unpacking is neither, and nothing that follows is:
-            # an interrupt comes before, and everything is as before the step, or after the return.
-            _ = [*map(add_tensors, *self._state.sums())]
-            self._state.open, self._tally, self.global_step = False, tally, step
-            return result
+            return result, map(add_tensors, *self._state.sums()), tally, step
         except torch.AcceleratorError:
             self._state.give_back(device_died=True)  # the device died; more would only hide its error
             raise
