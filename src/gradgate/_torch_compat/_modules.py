@@ -21,7 +21,6 @@ __all__ = [
     "OPTIMIZER_HOOKS",
     "anything_compiled",
     "buffers_of",
-    "call_before_modules",
     "call_with_gradient",
     "compiled_as_written",
     "innermost_call",
@@ -126,11 +125,6 @@ def watched_modules(patches: Patches, enter: Callable[..., None], leave: Callabl
         patches.put(module_hooks._global_forward_hooks, key, leave)
         patches.put(module_hooks._global_forward_pre_hooks, key, enter)
         yield
-
-
-def call_before_modules(patches: Patches, enter: Callable[..., None]) -> None:
-    """Call a function before the forward of every module, until the patches are undone."""
-    patches.put(module_hooks._global_forward_pre_hooks, object(), enter)
 
 
 def call_with_gradient(patches: Patches, leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
