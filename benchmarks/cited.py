@@ -65,9 +65,9 @@ def with_numbers(text: str, rows: dict[str, tuple[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    today = measured(RESULTS.read_text())
+    today = measured(RESULTS.read_text(encoding="utf-8"))
     for page in PAGES:
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         try:
             if (fresh := with_numbers(text, today)) != text:
                 page.write_text(fresh)

@@ -94,7 +94,7 @@ def read(path: Path) -> Record:
     Returns:
         The record; its rows cannot be run again.
     """
-    kept = json.loads(path.read_text())
+    kept = json.loads(path.read_text(encoding="utf-8"))
     record = Record(kept["quick"], kept["rows"], kept["machine"])
     for entry in kept["results"]:
         result = _result_from_plain(entry)
@@ -131,7 +131,7 @@ def _processor() -> str:
     """Give the processor's own name, where the system tells it."""
     information = Path("/proc/cpuinfo")
     if information.exists():
-        for line in information.read_text().splitlines():
+        for line in information.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or "unknown"

@@ -47,7 +47,7 @@ result of a slice with nothing kept.
 def places():
     """Give the page of every documented name."""
     pages = sorted((ROOT / "docs" / "packages").glob("*.md"))
-    return {name: page.name for page in pages for name in ENTRY.findall(page.read_text())}
+    return {name: page.name for page in pages for name in ENTRY.findall(page.read_text(encoding="utf-8"))}
 
 
 def arguments(thing):
@@ -101,4 +101,4 @@ def page():
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")

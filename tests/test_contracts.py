@@ -39,7 +39,7 @@ def public_names():
 
 
 def test_the_lazy_table_says_what_the_type_checker_sees():
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     typed = {
         alias.name: node.module.removeprefix("gradgate.")
         for block in tree.body
@@ -65,7 +65,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_every_public_name_is_documented_and_nothing_else_is():
     pages = (ROOT / "docs" / "packages").glob("*.md")
-    documented = [name for page in pages for name in DOCUMENTED.findall(page.read_text())]
+    documented = [name for page in pages for name in DOCUMENTED.findall(page.read_text(encoding="utf-8"))]
     assert len(documented) == len(set(documented)), "a name is documented twice"
     assert set(documented) == public_names()
 
@@ -94,7 +94,7 @@ def test_no_file_is_over_900_lines(folder):
     long = {
         str(p.relative_to(ROOT)): n
         for p in (ROOT / folder).rglob("*.py")
-        if (n := len(p.read_text().splitlines())) > 900
+        if (n := len(p.read_text(encoding="utf-8").splitlines())) > 900
     }
     assert not long
 
@@ -124,7 +124,7 @@ def private_torch_names(source):
     "path", [p for p in SOURCES if p.parent.name != "_torch_compat"], ids=lambda p: str(p.relative_to(PACKAGE))
 )
 def test_only_one_file_knows_private_torch_names(path):
-    assert not private_torch_names(path.read_text())
+    assert not private_torch_names(path.read_text(encoding="utf-8"))
 
 
 def test_the_search_for_private_names_can_fail():

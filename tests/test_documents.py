@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.DO
 
 def blocks():
     for page in PAGES:
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         for match in BLOCK.finditer(text):
             line = text[: match.start(1)].count("\n") + 1
             yield pytest.param(page, line, match[1], match[2], id=f"{page.relative_to(ROOT)}:{line}")

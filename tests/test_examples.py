@@ -14,7 +14,11 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STARTED_BY_TORCHRUN = {"ddp_train.py"}  # with a test of its own, beside the guard's
-SHOWN = dict(re.findall(r"^## (\S+\.py)\n.*?^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(), re.M | re.S))
+SHOWN = dict(
+    re.findall(
+        r"^## (\S+\.py)\n.*?^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+)
 
 
 def run(script, folder):
@@ -45,10 +49,10 @@ def test_an_example_keeps_its_claim_and_prints_what_is_shown(name, tmp_path):
 
 @pytest.mark.slow
 def test_an_example_whose_claim_does_not_hold_ends_with_an_error(tmp_path):
-    source = (EXAMPLES / "segmentation_votes.py").read_text()
+    source = (EXAMPLES / "segmentation_votes.py").read_text(encoding="utf-8")
     broken = source.replace("masked.mode(votes, 0, exclude=SILENT, empty=SILENT)", "masked.mode(votes, 0)")
     assert broken != source
     script = tmp_path / "broken.py"
-    script.write_text(broken)
+    script.write_text(broken, encoding="utf-8")
     done = run(script, tmp_path)
     assert (done.returncode, done.stderr) == (1, "")

@@ -27,7 +27,7 @@ def texts(node):
 
 
 def fixes(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "fix":
             yield from ((node.value.lineno, text) for text in texts(node.value))
         if isinstance(node, ast.Assign) and [getattr(one, "id", "") for one in node.targets] in (["fix"], ["_FIX"]):

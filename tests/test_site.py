@@ -29,7 +29,7 @@ LINK = re.compile(r"\]\(([^)#]+\.(?:md|svg|png))(?:#[^)]*)?\)")
 
 def navigation():
     """Give the lines of the navigation; they are plain enough to be read without a parser."""
-    return (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+    return (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1].split("\n\n")[0]
 
 
 def without_front_matter(text):
@@ -45,18 +45,18 @@ def test_every_page_is_in_the_navigation_once():
 
 
 def test_every_trouble_is_in_the_list_of_troubles_under_its_own_title():
-    listed = (DOCS / "troubles" / "index.md").read_text()
+    listed = (DOCS / "troubles" / "index.md").read_text(encoding="utf-8")
     for page in (DOCS / "troubles").glob("*.md"):
         if page.name != "index.md":
             (shown,) = re.findall(rf"^- \[(.+)\]\({re.escape(page.name)}\)$", listed, re.MULTILINE)
-            title = page.read_text().splitlines()[0].removeprefix("# ")
+            title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
             assert shown.split(";")[0] in title, page.name
 
 
 def test_a_trouble_is_shown_explained_and_ended():
     """A page runs its symptom, says why, and runs a way out."""
     for page in (DOCS / "troubles").glob("*.md"):
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         if page.name not in ("index.md", "loss-divided-by-the-wrong-number.md"):  # that one has three troubles
             assert "## Why" in text, page.name
             assert text.index("```python") < text.index("## Why") < text.rindex("```python"), page.name
@@ -66,17 +66,17 @@ def test_a_trouble_is_shown_explained_and_ended():
     ("page", "source"), [("limits.md", "LIMITATIONS.md"), ("start/examples.md", "examples/README.md")]
 )
 def test_a_page_that_stands_for_another_file_is_nothing_but_that_file(page, source):
-    assert without_front_matter((DOCS / page).read_text()) == f'--8<-- "{source}"\n'
+    assert without_front_matter((DOCS / page).read_text(encoding="utf-8")) == f'--8<-- "{source}"\n'
     assert (ROOT / source).is_file()
 
 
 def test_the_list_of_public_names_is_the_one_of_the_code():
-    assert api_page.PAGE.read_text() == api_page.page(), "run: python -m tests.api_page"
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.page(), "run: python -m tests.api_page"
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_links_between_pages_lead_somewhere(page):
-    for target in LINK.findall((DOCS / page).read_text()):
+    for target in LINK.findall((DOCS / page).read_text(encoding="utf-8")):
         if "://" not in target:
             assert (DOCS / page).parent.joinpath(target).resolve().is_file(), target
 
@@ -89,17 +89,21 @@ def commands(group, words):
 
 
 def test_every_command_is_on_the_page_of_commands():
-    page = (DOCS / "packages" / "command_line.md").read_text()
+    page = (DOCS / "packages" / "command_line.md").read_text(encoding="utf-8")
     assert not [command for command in commands(main, ["gradgate"]) if not re.search(rf"`{command}[ `]", page)]
 
 
 def test_the_measured_numbers_are_those_that_the_benchmark_printed():
-    rows = cited.measured(cited.RESULTS.read_text())
-    pages = [page for page in cited.PAGES if "<!-- bench:" in page.read_text()]
+    rows = cited.measured(cited.RESULTS.read_text(encoding="utf-8"))
+    pages = [page for page in cited.PAGES if "<!-- bench:" in page.read_text(encoding="utf-8")]
     assert pages
     for page in pages:
-        assert cited.with_numbers(page.read_text(), rows) == page.read_text(), "run: python -m benchmarks.cited"
-        assert "\n<!-- bench:" not in page.read_text(), "a comment that begins a line ends the paragraph"
+        assert cited.with_numbers(page.read_text(encoding="utf-8"), rows) == page.read_text(encoding="utf-8"), (
+            "run: python -m benchmarks.cited"
+        )
+        assert "\n<!-- bench:" not in page.read_text(encoding="utf-8"), (
+            "a comment that begins a line ends the paragraph"
+        )
 
 
 def test_a_number_that_was_not_measured_is_found():
@@ -116,4 +120,4 @@ def test_a_number_that_was_not_measured_is_found():
 
 def test_pages_name_no_machine():
     for page in [ROOT / "README.md", *(DOCS / name for name in PAGES)]:
-        assert not re.search(r"/(?:work|tmp|root|home)/\w", page.read_text()), page
+        assert not re.search(r"/(?:work|tmp|root|home)/\w", page.read_text(encoding="utf-8")), page

@@ -117,6 +117,6 @@ def test_charts_are_shown_where_there_are_two_sizes():
 def test_the_pages_and_charts_are_those_of_the_results():
     kept, again = read(KEPT), "run: python -m benchmarks --pages"
     for path, (written, charts) in PAGES.items():
-        assert path.read_text() == written(kept, charts), again
+        assert path.read_text(encoding="utf-8") == written(kept, charts), again
     drawn = {file_name(title): chart for title, chart in charts_of(list(kept.results.values())).items()}
-    assert {path.name: path.read_text() for path in CHARTS.glob("*.svg")} == drawn, again
+    assert {path.name: path.read_text(encoding="utf-8") for path in CHARTS.glob("*.svg")} == drawn, again

@@ -135,13 +135,13 @@ def test_a_run_that_was_cut_has_its_page_and_goes_on(folder, monkeypatch):
     monkeypatch.setattr(command, "race", cut)
     with pytest.raises(KeyboardInterrupt):
         start(monkeypatch, "--quick", "--write")
-    assert "1 of 2 rows are not in it" in (folder / "results.md").read_text()
-    first = json.loads((folder / "results.json").read_text())["results"]
+    assert "1 of 2 rows are not in it" in (folder / "results.md").read_text(encoding="utf-8")
+    first = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
     start(monkeypatch, "--quick", "--resume")
-    second = json.loads((folder / "results.json").read_text())["results"]
+    second = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
     assert [entry["title"] for entry in second] == ["a", "b"]
     assert second[0] == first[0]
-    assert "not in it" not in (folder / "results.md").read_text()
+    assert "not in it" not in (folder / "results.md").read_text(encoding="utf-8")
 
 
 def test_a_run_goes_on_only_as_it_began(folder, monkeypatch):

@@ -50,7 +50,7 @@ def test_every_row_runs(package, small):
 
 def test_a_quick_run_has_every_row_that_a_page_cites():
     quick = {row.title for row in ROWS if row.in_a_quick_run}
-    cited_rows = {match[1] for path in cited.PAGES for match in cited.MARK.finditer(path.read_text())}
+    cited_rows = {match[1] for path in cited.PAGES for match in cited.MARK.finditer(path.read_text(encoding="utf-8"))}
     assert cited_rows
     assert cited_rows <= quick
 

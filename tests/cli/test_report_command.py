@@ -41,14 +41,14 @@ def run(*arguments, code=0):
 
 def test_the_page_is_written(path):
     assert run("report", path) == f"report.html written: {(path.parent / 'report.html').stat().st_size / 1000:.0f} kB\n"
-    assert data_of((path.parent / "report.html").read_text())["ledger"]["total"] == 2
+    assert data_of((path.parent / "report.html").read_text(encoding="utf-8"))["ledger"]["total"] == 2
 
 
 def test_with_a_diagnosis_and_as_json(path):
     (path.parent / "step.json").write_text(json.dumps(diagnosis()))
     told = json.loads(run("report", path, "--diagnosis", "step.json", "-o", "page.html", "--json"))
     assert told == {"file": "page.html", "bytes": (path.parent / "page.html").stat().st_size, "incidents": 2}
-    assert data_of((path.parent / "page.html").read_text())["diagnosis"] == diagnosis()
+    assert data_of((path.parent / "page.html").read_text(encoding="utf-8"))["diagnosis"] == diagnosis()
 
 
 def test_to_the_standard_output(path):
@@ -76,7 +76,7 @@ def test_to_the_standard_output(path):
 )
 def test_what_cannot_be_done_is_told_without_a_traceback(path, arguments, code, words):
     (path.parent / "list.json").write_text("[1, 2, 3]")
-    (path.parent / "object.json").write_text('{"findings": [7]}')
+    (path.parent / "object.json").write_text('{"findings": [7]}', encoding="utf-8")
     output = run("report", *(argument.format(path=path) for argument in arguments), code=code)
     assert words in output.replace(f"{path.parent}/", "")
     assert "Traceback" not in output
@@ -189,7 +189,7 @@ def test_no_colour_on_a_terminal_that_wants_none(path, arguments):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_as_the_page_says(shell):
-    told = (ROOT / "docs" / "packages" / "command_line.md").read_text()
+    told = (ROOT / "docs" / "packages" / "command_line.md").read_text(encoding="utf-8")
     assert f"_GRADGATE_COMPLETE={shell}_source gradgate" in told
     environment = {**os.environ, "_GRADGATE_COMPLETE": f"{shell}_source"}
     program = f"{os.path.dirname(sys.executable)}/gradgate"

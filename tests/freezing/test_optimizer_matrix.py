@@ -233,7 +233,7 @@ def test_the_table_of_the_documentation_is_what_the_run_shows(capsys):
         lines.append("| " + " | ".join([name, *row.values()]) + " |")
     with capsys.disabled():
         Console(width=200).print(shown)
-    page = (Path(__file__).parents[2] / "docs" / "packages" / "freezing.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "packages" / "freezing.md").read_text(encoding="utf-8")
     assert "\n".join(lines) in page, "the table in docs/packages/freezing.md is out of date"
 
 

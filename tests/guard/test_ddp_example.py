@@ -25,7 +25,7 @@ def test_the_example_keeps_its_claim_and_prints_what_is_shown(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (shown,) = re.findall(
-        r"^## ddp_train\.py\n.*?^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(), re.M | re.S
+        r"^## ddp_train\.py\n.*?^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.M | re.S
     )
     printed = {without_digits(line) for line in done.stdout.splitlines()}
     assert {without_digits(line) for line in shown.splitlines()} <= printed

@@ -60,7 +60,7 @@ def test_value_and_gradients_at_the_bad_points(words, fn, inputs, value, dtype):
 
 
 def test_the_documentation_has_every_bad_point():
-    page = DOCS.read_text()
+    page = DOCS.read_text(encoding="utf-8")
     for words in {row[0] for row in BAD}:
         name, _, point = words.partition(": ")
         assert f"| `{name}` | {point}" in page

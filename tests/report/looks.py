@@ -88,9 +88,9 @@ def distance(one, other):
 def main():
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         path = Path(folder) / "page.html"
-        path.write_text(sample_page())
+        path.write_text(sample_page(), encoding="utf-8")
         looks = {scene: bytes(look(browser, path.as_uri(), scene)).hex() for scene in SCENES}
-    FILE.write_text(json.dumps(looks, indent=1) + "\n")
+    FILE.write_text(json.dumps(looks, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

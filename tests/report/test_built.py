@@ -11,7 +11,7 @@ from gradgate.report import _page
 from tests.ledger.made import ROOT
 
 WEB = ROOT / "web"
-BUILT = json.loads((_page._FOLDER / "built.json").read_text())
+BUILT = json.loads((_page._FOLDER / "built.json").read_text(encoding="utf-8"))
 
 
 def sha256(path):
@@ -45,14 +45,14 @@ def test_building_again_gives_the_same(tmp_path):
 
 
 def test_the_licences_are_in_it():
-    script = (_page._FOLDER / "page.js").read_text()
+    script = (_page._FOLDER / "page.js").read_text(encoding="utf-8")
     for library in ("uplot", "@dagrejs/dagre", "@dagrejs/graphlib"):
         assert library in script
     assert script.count("Permission is hereby granted") == 3
 
 
 def test_the_lock_names_no_host():
-    lock = (WEB / "package-lock.json").read_text()
+    lock = (WEB / "package-lock.json").read_text(encoding="utf-8")
     assert "://" not in lock
     packages = json.loads(lock)["packages"]
     assert all("integrity" in package for name, package in packages.items() if name)
@@ -60,6 +60,6 @@ def test_the_lock_names_no_host():
 
 def test_the_script_makes_no_markup_from_text():
     for path in (WEB / "src").rglob("*.ts"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert word not in text, f"{word} in {path.name}"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ledger.made import ROOT
 
-LIGHT, DARK = (ROOT / "web" / "src" / "colours.css").read_text().split("@media screen")
+LIGHT, DARK = (ROOT / "web" / "src" / "colours.css").read_text(encoding="utf-8").split("@media screen")
 
 
 def luminance(colour):

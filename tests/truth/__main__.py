@@ -16,4 +16,4 @@ def with_table(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -20,4 +20,6 @@ def test_cell(row, column):
 
 
 def test_the_page_shows_the_table_of_today():
-    assert with_table(PAGE.read_text()) == PAGE.read_text(), "run: python -m tests.truth"
+    assert with_table(PAGE.read_text(encoding="utf-8")) == PAGE.read_text(encoding="utf-8"), (
+        "run: python -m tests.truth"
+    )
