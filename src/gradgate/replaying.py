@@ -16,8 +16,8 @@ import torch
 
 from gradgate._names import class_name, describe, listed, text_of
 from gradgate._payload import Fields, decode, missing_in
-from gradgate._snapshot import restored
 from gradgate._source import raising_line
+from gradgate._state import restored
 from gradgate._text import visible
 from gradgate._torch_compat import leaf_of, nodes_below
 from gradgate.doctor import Diagnosis, diagnose

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from gradgate._payload import encode
-from gradgate._snapshot import capture
+from gradgate._state import capture
 from gradgate.cli import main
 from gradgate.ledger import Ledger
 from tests.ledger.made import incident

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradgate as gg
+from gradgate import _kernels
 from gradgate.edits import _scatter
 from gradgate.errors import ArgumentIndexError
 from tests import witness
@@ -23,7 +24,7 @@ def test_rows_are_those_of_the_oracle_whichever_way_they_go(index, block):
     assert torch.equal(gg.at(x)[index].set(rows), expected)
     short = _scatter.with_rows(x, index, rows, unique=False)
     once = len({i % 4 for i in index.tolist()}) == len(index)
-    assert (short is not None) == once
+    assert (short is not None) == (once and _kernels.library is not None)
     assert short is None or torch.equal(short, expected)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gradgate as gg
-from gradgate.guard._buffer_copies import BufferCopies
+from gradgate._state import BufferCopies
 
 KINDS = {
     "floats": lambda: torch.randn(3, 4),

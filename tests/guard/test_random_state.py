@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import gradgate as gg
-from gradgate import _random_state
-from gradgate._random_state import RandomState
+from gradgate import _state
+from gradgate._state import RandomState
 
 
 def draw():
@@ -44,7 +44,7 @@ def test_a_stored_normal_number_of_numpy_is_not_forgotten():
 
 
 def test_the_quick_way_is_the_official_state():
-    state = _random_state._PythonState()
+    state = _state._PythonState()
     assert state._readable
     before = random.getstate()
     state.remember()
@@ -90,8 +90,8 @@ def test_every_draw_of_torch_is_undone(kind, waiting):
 
 
 def test_where_the_memory_cannot_be_read_the_official_way_is_used(monkeypatch):
-    monkeypatch.setattr(_random_state._PythonState, "_block_is_the_state", lambda self: False)
-    monkeypatch.setattr(_random_state._NumpyState, "_look", lambda self: ())
+    monkeypatch.setattr(_state._PythonState, "_block_is_the_state", lambda self: False)
+    monkeypatch.setattr(_state._NumpyState, "_look", lambda self: ())
     state = RandomState()
     state.remember()
     first = draw()

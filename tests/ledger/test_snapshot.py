@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradgate._payload import encode
-from gradgate._snapshot import capture, random_state, restored
+from gradgate._state import capture, random_state, restored
 from gradgate.errors import LedgerError
 
 

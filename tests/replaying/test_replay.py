@@ -10,7 +10,7 @@ import torch
 
 import gradgate as gg
 from gradgate._payload import encode
-from gradgate._snapshot import capture
+from gradgate._state import capture
 from gradgate.errors import ArgumentTypeError, LedgerError, NothingMatchedError
 from gradgate.ledger import Ledger
 from gradgate.records import Incident

@@ -15,7 +15,7 @@ import torch
 from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import describe
-from gradgate._snapshot import capture
+from gradgate._state import TrainingState, capture
 from gradgate._torch_compat import (
     add_tensors,
     anything_compiled,
@@ -33,7 +33,6 @@ from gradgate.guard._incidents import IncidentRecorder, Wishes, hand_over, log, 
 from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
 from gradgate.guard._result import GuardResult, Summary, Tally
-from gradgate.guard._state import TrainingState
 from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
 from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
 from gradgate.guard.distributed._shared_step import SharedStep, even_batches

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gradgate._names import listed
+from gradgate._state import TrainingState
 from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError, TooManyBadSamples
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import StepFault, advice
 from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._search import Blame, Localisation, Probes
-from gradgate.guard._state import TrainingState
 from gradgate.guard._trial import Outcome, Trial
 
 __all__ = ["Dropped", "Recovered", "Recovery", "raise_as_it_is"]

@@ -22,6 +22,7 @@ from torch.autograd.graph import Node
 
 from gradgate._patches import Patches
 from gradgate._source import Line, definition_line, running_line, written
+from gradgate._state import TrainingState
 from gradgate._torch_compat import (
     ThreadModes,
     call_with_gradient,
@@ -34,7 +35,6 @@ from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError
 from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, non_finite_rows, taking, tensors_in
 from gradgate.guard._faults import StepFault, must_pass
-from gradgate.guard._state import TrainingState
 from gradgate.guard._trial import Outcome, Trial
 from gradgate.records import Stage
 

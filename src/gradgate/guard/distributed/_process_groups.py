@@ -12,9 +12,9 @@ from torch import distributed
 
 from gradgate._finite import FiniteCheck
 from gradgate._names import listed
+from gradgate._state import TrainingState
 from gradgate._torch_compat import Replica, shard_group, shard_roots
 from gradgate.errors import ArgumentTypeError
-from gradgate.guard._state import TrainingState
 from gradgate.guard.distributed._ranks import RankTotals, Share
 from gradgate.guard.distributed._replicas import Replicas
 from gradgate.guard.distributed._shards import Shards

@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from gradgate._finite import FiniteCheck
+from gradgate._state import TrainingState
 from gradgate._torch_compat import (
     Replica,
     alone_in_replica,
@@ -25,7 +26,6 @@ from gradgate._torch_compat import (
     sync_buffers,
 )
 from gradgate.errors import ArgumentTypeError
-from gradgate.guard._state import TrainingState
 from gradgate.guard.distributed._ranks import FAREWELL, WIDTH, Ranks, RankTotals, Share
 
 # --- Buffers that are sent ------------------------------------------------------------------------------------------

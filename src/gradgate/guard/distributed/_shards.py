@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 
 from gradgate._finite import FiniteCheck
+from gradgate._state import TrainingState
 from gradgate._torch_compat import alone_in_shards, reduce_shards
-from gradgate.guard._state import TrainingState
 from gradgate.guard.distributed._ranks import Ranks, RankTotals, Share
 from gradgate.guard.distributed._replicas import scale_and_add, signature
 

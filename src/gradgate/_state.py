@@ -1,0 +1,556 @@
+"""The state of a training: random state, buffers, gradients and modes around a step, and snapshots of weights as bytes.
+
+**Random state.** Taking it must be nearly free, because it happens in every step. torch clones a generator in a
+microsecond, but python's `random.getstate()` takes ten and numpy's forty, since they build objects for 624 numbers.
+In most programs neither has moved since the last step. Both keep their numbers in one block of memory of which
+every draw changes a known part, so that part is looked at, and the state is taken only if it has changed. Where the
+block does not look as expected (checked once, against the official state), the state is taken each time.
+
+**A step** may write buffers, gradients, random state and modes. Parameters are not copied: a step does not write
+them, and `written_parameters` finds the models that do. An interrupt may come between any two lines. Nothing is put
+back that was not completely taken, putting back can be repeated, and what was not put back is put back before the
+next step.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from gradgate import _kernels
+from gradgate._kernels import memory
+from gradgate._patches import Patches, to_the_end
+from gradgate._payload import decode, encode, missing_in
+from gradgate._torch_compat import ThreadModes, add_tensors, buffers_of, copy_tensors, write_count, write_mark
+from gradgate.errors import LedgerError
+
+# --- Random state ---------------------------------------------------------------------------------------------------
+
+
+TWISTER_WORDS = 624
+Mark = tuple[Any, ...]
+
+
+class RandomState:
+    """Remembers all random states of the process and puts them back.
+
+    Args:
+        devices: The devices besides the CPU that draw random numbers.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._torch = torch.default_generator.clone_state()
+        self._taken: torch.Tensor | None = None
+        self._python = _PythonState()
+        self._numpy = _NumpyState()
+        self._devices: list[tuple[Any, torch.device]] = []
+        self._of_devices: list[torch.Tensor] = []
+        self.watch(devices)
+
+    def watch(self, devices: Iterable[torch.device]) -> None:
+        """Say which devices besides the CPU draw random numbers."""
+        others = dict.fromkeys(device for device in devices if device.type not in ("cpu", "meta"))
+        self._devices = [(torch.get_device_module(device), device) for device in others]
+
+    def remember(self) -> None:
+        """Take the state as it is now."""
+        self._torch, self._taken = torch.default_generator.clone_state(), None
+        self._python.remember()
+        self._numpy.remember()
+        if self._devices:
+            self._of_devices = [module.get_rng_state(device) for module, device in self._devices]
+
+    def restore(self) -> None:
+        """Put back the state that was remembered, as often as wanted."""
+        self.restore_torch()
+        self._python.restore()
+        self._numpy.restore()
+
+    def restore_torch(self) -> None:
+        """Put back torch's own part of it."""
+        if self._taken is None:
+            self._taken = self._torch.get_state()
+        torch.default_generator.set_state(self._taken)
+        for (module, device), state in zip(self._devices, self._of_devices, strict=True):
+            module.set_rng_state(state, device)
+
+
+class _PythonState:
+    """The state of the functions in python's `random`."""
+
+    def __init__(self) -> None:
+        # random.random() and its like are methods of this one object; there is no public name for it.
+        self._owner: random.Random = random.random.__self__  # type: ignore[attr-defined]
+        # In CPython: an int that each draw moves on, then the words, which change when it has come round.
+        self._draws = memory(id(self._owner) + object.__basicsize__, 12)
+        self._readable = self._block_is_the_state()
+        self._state = self._owner.getstate()
+        self._mark: Mark = ()
+        self.remember()
+
+    def _block_is_the_state(self) -> bool:
+        if sys.implementation.name != "cpython" or type(self._owner) is not random.Random:
+            return False
+        if random.Random.__basicsize__ < object.__basicsize__ + 4 * (TWISTER_WORDS + 1):
+            return False
+        numbers = self._owner.getstate()[1]
+        return self._draws.tobytes() == struct.pack("=i2I", numbers[-1], *numbers[:2])
+
+    def _look(self) -> Mark:
+        if not self._readable:
+            return ()
+        return self._draws.tobytes(), self._owner.gauss_next  # type: ignore[attr-defined]
+
+    def remember(self) -> None:
+        mark = self._look()
+        if mark != self._mark or not mark:
+            self._state, self._mark = self._owner.getstate(), mark
+
+    def restore(self) -> None:
+        if not self._mark or self._look() != self._mark:
+            self._owner.setstate(self._state)
+
+
+class _NumpyState:
+    """The state of the functions in `numpy.random`, if numpy is there."""
+
+    def __init__(self) -> None:
+        self._current: Callable[[], Any] | None = None
+        self._generator: Any = None
+        self._draws: tuple[memoryview, ...] = ()
+        self._state: dict[str, Any] = {}
+        self._mark = b""
+        self.remember()
+
+    def remember(self) -> None:
+        if self._current is None:
+            if "numpy" not in sys.modules:
+                return
+            self._current = sys.modules["numpy"].random.get_bit_generator
+        mark = self._look()
+        # A normal draw may be answered from a stored second value, which moves nothing; while there is one, or where
+        # there is nothing to look at, only the state itself can tell.
+        if mark != self._mark or not mark or self._state["has_gauss"]:
+            self._state, self._mark = sys.modules["numpy"].random.get_state(legacy=False), mark
+
+    def restore(self) -> None:
+        if self._current is None:
+            return
+        # With no second value stored, every draw moves the mark: the same mark is the same state.
+        if not self._mark or self._state["has_gauss"] or self._look() != self._mark:
+            sys.modules["numpy"].random.set_state(self._state)
+
+    def _look(self) -> bytes:
+        assert self._current is not None
+        generator = self._current()
+        if generator is not self._generator:
+            known = type(generator).__name__ == "MT19937"
+            # In numpy: the words, which change when all are drawn, then an int that each draw moves on.
+            address = generator.ctypes.state_address if known else 0
+            self._draws = (memory(address, 8), memory(address + 4 * TWISTER_WORDS, 4)) if known else ()
+            self._generator = generator
+        return b"".join(self._draws)
+
+
+# --- Snapshots as bytes ---------------------------------------------------------------------------------------------
+
+
+LIMIT = 256 * 2**20
+"""How many bytes a snapshot may take unless more is allowed."""
+
+
+def capture(model: torch.nn.Module | None = None, *, limit: int = LIMIT) -> bytes:
+    """Take the weights and buffers of a model and the random states of this process.
+
+    Args:
+        model: The model; without one, only the random states.
+        limit: How many bytes it may take.
+
+    Returns:
+        The state, to be given to a ledger.
+
+    Examples:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> data = capture(model)
+        >>> before = model.weight.detach().clone()
+        >>> _ = torch.nn.init.constant_(model.weight, 7.0)
+        >>> with restored(data, model):
+        ...     print(torch.equal(model.weight, before))
+        True
+        >>> model.weight.item()
+        7.0
+    """
+    weights = None if model is None else dict(model.state_dict())
+    return encode({"model": weights, "random": random_state()}, limit=limit)
+
+
+@contextmanager
+def restored(data: bytes | None, model: torch.nn.Module | None = None) -> Iterator[None]:
+    """Put a state in force for a block, and put back afterwards what was.
+
+    Args:
+        data: What `capture` gave; None to change nothing, only to put back what the block changes.
+        model: The model to put the weights into.
+
+    Raises:
+        LedgerError: The state is not whole, or does not fit the model.
+    """
+    state = None if data is None else _whole(decode(data))
+    weights = {} if model is None else {name: value.clone() for name, value in model.state_dict().items()}
+    chance = random_state()
+    try:
+        if state is not None:
+            _put_in_force(state, model)
+        yield
+    finally:
+        set_random_state(chance)
+        if model is not None:
+            model.load_state_dict(weights)
+
+
+def random_state() -> dict[str, Any]:
+    """Give the random states of torch, Python and, where it is loaded, numpy.
+
+    Returns:
+        The states by library, as values that a payload can hold.
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put random states in force, as far as their libraries are here.
+
+    Args:
+        state: What `random_state` gave.
+    """
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def _whole(state: Any) -> dict[str, Any]:
+    missing = missing_in(state)
+    if isinstance(state, dict) and {"model", "random"} <= set(state) and not missing:
+        return state
+    raise LedgerError(
+        f"the stored weights are not whole: {', '.join(missing[:3]) or 'something else was stored'}.",
+        why="what does not fit into the limit is left out.",
+        fix="gg.Ledger(path, payload=True, snapshot=True, snapshot_limit=2**30)",
+    )
+
+
+def _put_in_force(state: Mapping[str, Any], model: torch.nn.Module | None) -> None:
+    odd = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError)
+    try:
+        if model is not None and state["model"] is not None:
+            model.load_state_dict(state["model"])
+    except odd as error:
+        raise LedgerError(
+            f"the stored weights do not fit the model: {error}",
+            why="they are those of the model that the fault happened in.",
+            fix="give the model that was trained, or none to replay with the weights that loss_fn has",
+        ) from error
+    try:
+        chance = state["random"]
+        # numpy believes whatever position it is given, and reads there.
+        if "numpy" in chance and not 0 <= chance["numpy"][2] <= 624:
+            raise ValueError(f"numpy's position is {chance['numpy'][2]}")
+        set_random_state(chance)
+    except odd as error:
+        raise LedgerError(
+            f"the stored random state cannot be used: {type(error).__name__}: {error}.",
+            why="it is damaged, or gradgate did not write it.",
+            fix="PRAGMA integrity_check   -- in sqlite3, on the ledger",
+        ) from error
+
+
+# --- Copies of buffers ----------------------------------------------------------------------------------------------
+
+
+class BufferCopies:
+    """Copies of some tensors, in none of which an element lies in memory twice."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        # What is sparse needs a copy with the same elements, not only of the same shape.
+        self._copies = [torch.empty_like(t) if t.layout is torch.strided else t.detach().clone() for t in tensors]
+        self._lay_out()
+
+    def take(self) -> None:
+        """Copy the tensors as they are now."""
+        if self._were_replaced():
+            pairs = zip(self._copies, self._tensors, strict=True)
+            self._copies = [copy if _alike(copy, tensor) else torch.empty_like(tensor) for copy, tensor in pairs]
+            self._lay_out()
+        if self._plain:
+            _kernels.copy(self._copy_addresses, self._addresses, self._sizes)
+        if self._others:
+            copy_tensors(self._other_copies, self._others)
+        for copy, tensor in self._lazy:
+            copy.copy_(tensor)
+
+    def put_back(self) -> None:
+        """Write into the tensors what was copied last, and let autograd see it."""
+        if self._were_replaced():
+            for copy, tensor in zip(self._copies, self._tensors, strict=True):
+                if not _alike(copy, tensor):
+                    tensor.data = copy.clone()
+            self._lay_out()
+        if self._plain:
+            _kernels.copy(self._addresses, self._copy_addresses, self._sizes)
+            increment_version(self._plain)
+        if self._others or self._lazy:
+            with torch.no_grad():
+                copy_tensors(self._others, self._other_copies)
+                for copy, tensor in self._lazy:
+                    tensor.copy_(copy)
+
+    def _were_replaced(self) -> bool:
+        """Tell whether somebody gave a tensor other memory, and perhaps another shape."""
+        if self._addresses != _kernels.addresses(self._plain):
+            return True
+        return any(copy.shape != other.shape for copy, other in zip(self._other_copies, self._others, strict=True))
+
+    def _lay_out(self) -> None:
+        """Sort the tensors by how they are copied: as bytes by one native call, together, or one by one."""
+        plain, others, lazy = list[Pair](), list[Pair](), list[Pair]()
+        for copy, tensor in zip(self._copies, self._tensors, strict=True):
+            if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+                lazy.append((copy, tensor))  # sparse, or only marked as such, it cannot be written to with others
+            elif _kernels.usable(tensor, copy) and tensor.is_contiguous() and _alike(copy, tensor):
+                plain.append((copy, tensor))
+            else:
+                others.append((copy, tensor))
+        self._plain, copies = [tensor for _, tensor in plain], [copy for copy, _ in plain]
+        self._addresses, self._copy_addresses = _kernels.addresses(self._plain), _kernels.addresses(copies)
+        self._sizes = array("q", [tensor.nbytes for tensor in self._plain])
+        self._other_copies, self._others = [copy for copy, _ in others], [tensor for _, tensor in others]
+        self._lazy = lazy
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return copy.shape == tensor.shape and copy.dtype is tensor.dtype
+
+
+# --- What a step may write ------------------------------------------------------------------------------------------
+
+
+class TrainingState:
+    """Buffers, gradients, random state and modes around some modules.
+
+    Args:
+        modules: The modules that a step runs.
+
+    Attributes:
+        open: Whether a step has begun whose end was neither `close` nor `give_back`.
+        patches: What a search replaces in hooks and modules.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._roots = list(modules)
+        self._random = RandomState()
+        self._modes = ThreadModes()
+        self.patches = Patches()
+        self.open = False
+        self._complete = False
+        self._extra: list[torch.nn.Parameter] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._added: tuple[torch.Tensor, int] | None = None
+        self.refresh()
+
+    def refresh(self, guests: Sequence[torch.Tensor] = ()) -> None:
+        """Look again at what parameters and buffers there are; modules may have been moved or extended."""
+        modules = dict.fromkeys(module for root in self._roots for module in root.modules())
+        found = (parameter for module in modules for parameter in module.parameters(recurse=False))
+        parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self._extra, *guests]))
+        tables = [table for module in modules if (table := buffers_of(module))]
+        bound = [(table, name, buffer) for table in tables for name, buffer in table.items()]
+        dense = [_without_repeats(b) for b in dict.fromkeys(buffer for *_, buffer in bound) if b is not None]
+        copies = BufferCopies(dense)
+        self._random.watch({tensor.device for tensor in [*parameters, *dense]})
+        self.modules, self.parameters, self._guests = modules, parameters, list(guests)
+        self._tables, self._bound, self._copies = tables, bound, copies
+
+    def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Take in parameters that a step is about to train although no guarded module owns them, and give these."""
+        known = set(self.parameters)
+        strangers = [parameter for parameter in parameters if parameter not in known]
+        self._lay_aside(strangers)  # first: what is not laid aside must not be dropped
+        self._extra += strangers
+        self.parameters += strangers
+        return strangers
+
+    def remember(self, guests: Sequence[torch.Tensor] = ()) -> None:
+        """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied.
+
+        Args:
+            guests: Tensors besides the parameters that take a gradient in this step: inputs.
+        """
+        if self.open:
+            self.give_back()
+        self._modes.remember()
+        self._gradients, self._added, self._complete, self.open = [], None, False, True
+        self._random.remember()
+        if guests or self._guests:
+            self.refresh(guests)
+        if self._bound:
+            if self._was_rebound():
+                self.refresh(guests)
+            self._copies.take()
+        self._lay_aside(self.parameters)
+        self._complete = True
+
+    def _was_rebound(self) -> bool:
+        """Tell whether the model was moved, or a buffer was assigned, added or deleted."""
+        for table, name, buffer in self._bound:
+            if table.get(name, self) is not buffer:
+                return True
+        return sum(map(len, self._tables)) != len(self._bound)
+
+    def _lay_aside(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                self._gradients.append((parameter, gradient))
+                parameter.grad = None
+
+    def restore(self) -> None:
+        """Put everything back to what it was before the step, with no gradients: ready for another try."""
+        for table, name, buffer in self._bound:
+            table[name] = buffer
+        self._copies.put_back()
+        self._random.restore()
+        self.forget_gradients()
+        self._modes.restore()
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients of a try that does not count."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Give the gradients that the current try has made."""
+        return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
+
+    def has_own_gradients(self) -> bool:
+        """Tell whether a parameter has a gradient, inputs left aside."""
+        return any(p.grad is not None for p in self.parameters if isinstance(p, torch.nn.Parameter))
+
+    def earlier(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Give the gradients laid aside, by parameter."""
+        return dict(self._gradients)
+
+    def sums(self, without: Collection[torch.Tensor] = ()) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        """Make ready to add the step's gradients to those laid aside, as autograd does, in one call or none.
+
+        Args:
+            without: Parameters whose gradients have been added already.
+
+        Returns:
+            The arguments of that call: `map(add_tensors, *state.sums())`. Until it is made, `give_back` can be called.
+        """
+        earlier_ones, new_ones, done = list[torch.Tensor](), list[torch.Tensor](), set(without)
+        for parameter, earlier in self._gradients:
+            if parameter in done:
+                continue
+            new = parameter.grad
+            if new is not None and earlier.is_sparse and not new.is_sparse:
+                parameter.grad = (new + earlier).detach()
+                continue
+            parameter.grad = earlier
+            if new is not None:
+                earlier_ones.append(earlier.detach() if earlier.requires_grad else earlier)
+                new_ones.append(new.detach() if new.requires_grad else new)
+        if not new_ones:
+            return [], []
+        self._added = earlier_ones[-1], write_count(earlier_ones[-1])
+        return [earlier_ones], [new_ones]
+
+    def add_earlier_gradients(self, without: Collection[torch.Tensor] = ()) -> None:
+        """Add the step's gradients to those laid aside, and end the step; arguments as for `sums`."""
+        _ = [*map(add_tensors, *self.sums(without))]
+        self.open = False
+
+    def give_back(self, *, device_died: bool = False) -> None:
+        """Leave everything as it was before the step, unless that has been done or the step was finished.
+
+        Args:
+            device_died: Put back only what needs no work on a device.
+        """
+        if self.open:
+            to_the_end(partial(self._give_back, device_died))
+
+    def _give_back(self, device_died: bool) -> None:
+        self.patches.undo()
+        self._modes.restore()
+        if self._added is None or write_count(self._added[0]) == self._added[1]:
+            if self._complete:
+                if not device_died:
+                    self.restore()
+                self.forget_gradients()
+            for parameter, earlier in self._gradients:
+                parameter.grad = earlier
+            self._modes.restore()
+        self.open = False
+
+    def new_buffers(self) -> list[str]:
+        """Name the buffers that appeared during the step; what they were before is not known."""
+        if sum(len(buffers_of(module)) for module in self.modules) == len(self._bound):
+            return []
+        known = {(id(table), name) for table, name, _ in self._bound}
+        return [
+            f"{path}.{name}".lstrip(".")
+            for root in self._roots
+            for path, module in root.named_modules()
+            for name in buffers_of(module)
+            if (id(buffers_of(module)), name) not in known
+        ]
+
+    def parameter_marks(self) -> list[tuple[int, int]]:
+        """Give marks that change when somebody writes a parameter."""
+        return [write_mark(parameter) for parameter in self.parameters]
+
+    def written_parameters(self, marks: list[tuple[int, int]]) -> list[str]:
+        """Name the parameters that were written since the marks were taken."""
+        now = zip(self.parameters, marks, self.parameter_marks(), strict=False)  # more may have been taken in
+        return self._names(parameter for parameter, before, after in now if before != after)
+
+    def spoilt_parameters(self) -> list[str]:
+        """Name the parameters that are not finite."""
+        return self._names(p for p in self.parameters if not bool(torch.isfinite(p.detach()).all()))
+
+    def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        chosen = list(parameters)
+        if not chosen:
+            return []
+        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
+        return [names.get(id(parameter), "a parameter") for parameter in chosen]
+
+
+def _without_repeats(buffer: torch.Tensor) -> torch.Tensor:
+    """Narrow expanded dimensions to one element, so that every element lies in memory once."""
+    if buffer.layout is not torch.strided:
+        return buffer
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            buffer = buffer.narrow(dim, 0, 1)
+    return buffer
