@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import gradgate as gg
 from gradgate.cli import main
 from gradgate.cli.demo._data import FAULTS, load
-from gradgate.cli.demo._ways import Training, guarded
+from gradgate.cli.demo._trainings import Training, guarded
 from tests.report.reading import data_of
 
 

@@ -23,7 +23,7 @@ HARSH = {
     "SparseAdam": [{}],
     "Muon": [{"weight_decay": 0.1}],
 }
-WAYS = ("foreach", "fused", "capturable", "maximize")
+TRAININGS = ("foreach", "fused", "capturable", "maximize")
 
 
 def classes():
@@ -46,7 +46,7 @@ class Recipe:
 
     @property
     def name(self):
-        told = {key: value for key, value in self.options if key not in (*WAYS, "lr", "max_iter")}
+        told = {key: value for key, value in self.options if key not in (*TRAININGS, "lr", "max_iter")}
         return f"{self.kind.__name__}({', '.join(f'{k}={v}' for k, v in told.items())})"
 
     def build(self, parameters):
@@ -71,7 +71,9 @@ def recipes():
             options = {"lr": 0.05, **settings}
             found.append(Recipe(kind, tuple(options.items())))
             if settings is HARSH.get(kind.__name__, default)[0]:
-                found += [Recipe(kind, tuple({**options, way: True}.items()), way) for way in WAYS if way in arguments]
+                found += [
+                    Recipe(kind, tuple({**options, way: True}.items()), way) for way in TRAININGS if way in arguments
+                ]
     return found
 
 

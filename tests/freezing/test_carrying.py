@@ -21,7 +21,11 @@ def saved_and_loaded(model):
     return torch.load(file, weights_only=False)
 
 
-WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved_and_loaded}
+TRAININGS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": saved_and_loaded,
+}
 MASKS = {"rows": {"rows": [0, 2]}, "elements": {"frozen": torch.arange(12).reshape(4, 3) % 2 == 0}}
 MASKS["points"] = {"frozen": torch.arange(12).reshape(4, 3) == 5}
 
@@ -37,7 +41,7 @@ def trained(model, steps=3):
     return norms
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", TRAININGS.values(), ids=TRAININGS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_pin_goes_along_and_works_from_the_first_gradient_on(way, mask):
     model = nn.Linear(3, 4)
@@ -58,7 +62,7 @@ def test_a_pin_goes_along_and_works_from_the_first_gradient_on(way, mask):
     assert not torch.equal(other.weight.detach()[pin.frozen], before[pin.frozen])
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", TRAININGS.values(), ids=TRAININGS)
 def test_a_freeze_goes_along(way):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     gg.freeze(model, "0.*")
@@ -73,7 +77,7 @@ def test_a_freeze_goes_along(way):
     assert not model[0].weight.requires_grad
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", TRAININGS.values(), ids=TRAININGS)
 def test_a_model_and_its_handles_together(way):
     model = nn.Linear(3, 4)
     handle, pin = gg.freeze(model, "bias"), gg.pin(model.weight, rows=[1])
@@ -122,7 +126,7 @@ def test_tied_parameters_stay_tied_in_copies():
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     model[1].weight = model[0].weight
     gg.pin(model[0].weight, rows=[0])
-    for way in WAYS.values():
+    for way in TRAININGS.values():
         other = way(model)
         assert other[0].weight is other[1].weight
 
@@ -139,7 +143,7 @@ def test_attributes_of_the_user_are_pickled_as_before():
 def test_a_plain_leaf_tensor_is_carried_too():
     tensor = torch.ones(3, requires_grad=True)
     gg.pin(tensor, rows=[0])
-    for way in WAYS.values():
+    for way in TRAININGS.values():
         other = way(way(tensor))
         other.sum().backward()
         assert other.grad.tolist() == [0, 1, 1]
@@ -203,7 +207,7 @@ def test_several_pins_of_one_parameter_are_saved_as_one():
 def test_the_saving_of_the_mask_goes_along():
     model = nn.Sequential(nn.Linear(3, 4))
     gg.pin(model[0].weight, rows=[0]).save_in(model)
-    for way in WAYS.values():
+    for way in TRAININGS.values():
         other = way(model)
         assert "0.weight_frozen" in other.state_dict()
         other.load_state_dict(model.state_dict())

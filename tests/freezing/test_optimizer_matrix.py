@@ -211,7 +211,7 @@ def test_frozen_is_bit_identical(recipe):
     assert set(outcome(recipe).values()) <= {"same", "torch refuses", "no GPU"}
 
 
-WAYS = ("plain", "foreach", "fused", "capturable", "maximize")
+TRAININGS = ("plain", "foreach", "fused", "capturable", "maximize")
 
 
 def summary(words):
@@ -225,9 +225,9 @@ def test_the_table_of_the_documentation_is_what_the_run_shows(capsys):
     """Print what was shown, one line for each optimizer and one column for each implementation, and compare."""
     cells = {}
     for recipe in RECIPES:
-        cells.setdefault(recipe.name, dict.fromkeys(WAYS, "-"))[recipe.way] = summary(outcome(recipe))
-    shown = Table("optimizer", *WAYS)
-    lines = ["| optimizer | " + " | ".join(WAYS) + " |", "|---|" + "---|" * len(WAYS)]
+        cells.setdefault(recipe.name, dict.fromkeys(TRAININGS, "-"))[recipe.way] = summary(outcome(recipe))
+    shown = Table("optimizer", *TRAININGS)
+    lines = ["| optimizer | " + " | ".join(TRAININGS) + " |", "|---|" + "---|" * len(TRAININGS)]
     for name, row in cells.items():
         shown.add_row(name, *row.values())
         lines.append("| " + " | ".join([name, *row.values()]) + " |")

@@ -29,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 import gradgate as gg
 
 DATA = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11) % 3)
-WAYS = pytest.mark.parametrize("refill", [False, True])
+TRAININGS = pytest.mark.parametrize("refill", [False, True])
 Point = namedtuple("Point", "x y")
 
 
@@ -137,7 +137,7 @@ LOADERS = {
 }  # fmt: skip
 
 
-@WAYS
+@TRAININGS
 @pytest.mark.parametrize("name", LOADERS)
 def test_it_gives_what_the_loader_gives(name, refill):
     check(LOADERS[name], refill)
@@ -192,7 +192,7 @@ WITH_WORKERS = {
 }
 
 
-@WAYS
+@TRAININGS
 @pytest.mark.parametrize("name", WITH_WORKERS)
 def test_it_gives_what_the_loader_gives_with_workers(name, refill):
     check(WITH_WORKERS[name], refill, epochs=2 if "persistent" in name else 1)
@@ -298,7 +298,7 @@ def test_torch_warns_of_a_stream_that_is_longer_than_it_said(workers):
     assert [text.startswith(told.format(4 + number)) for number, text in enumerate(lengths)] == [True] * 3
 
 
-@WAYS
+@TRAININGS
 def test_the_length_of_a_stream(refill):
     for batch_size, drop_last in ((1, False), (2, True), (3, False), (3, True), (None, False)):
         plain = DataLoader(Counting(10), batch_size=batch_size, drop_last=drop_last)

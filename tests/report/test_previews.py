@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from gradgate._payload import encode
 from gradgate.records import Incident
 from gradgate.report import _previews
-from gradgate.report._previews import choose_previews
-from gradgate.report._tensors import Budget, look_at
+from gradgate.report._incidents import Budget, choose_previews, look_at
 from tests.report.made import MemoryBook
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -1,4 +1,4 @@
-"""`gradgate` on the command line; each command loads its room only when it runs.
+"""`gradgate` on the command line; each command loads its package only when it runs.
 
 Ends with 0 when all went well, 1 when something could not be done (the reason is on stderr), 2 when the command was
 written wrongly. `doctor` ends as the script ends. `replay` ends with 3 when the same fault came again, and with 4 when
@@ -33,7 +33,7 @@ _COMMANDS = {
 
 
 class _Commands(click.Group):
-    """The commands, loaded one by one; what gradgate raises is told without a traceback."""
+    """The commands, loaded one by one; what gradgate raises is shown without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradgate.report._book import Book
+from gradgate.report._incidents import Book
 from gradgate.report._page import render_page, write_page
 from gradgate.report._serving import LiveView
 

@@ -1,20 +1,407 @@
-"""The incidents of a ledger as the columns of a page."""
+"""The data of the page: incidents as columns, and small pictures of stored samples."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from gradgate._text import json_text, plain
+from gradgate._text import json_text, plain, visible
 from gradgate.records import Incident
-from gradgate.report._book import Book
-from gradgate.report._columns import deltas, numbers, words
-from gradgate.report._previews import choose_previews
 
-__all__ = ["LIMIT", "gather"]
+# --- Where incidents come from --------------------------------------------------------------------------------------
+
+
+class RunOfBook(Protocol):
+    """One training, as `gradgate.ledger.Run` describes it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give name, started, ended, versions, arguments and the number of incidents."""
+
+
+class Counts(Protocol):
+    """How many there are, as `gradgate.ledger.Stats` counts them."""
+
+    @property
+    def incidents(self) -> int:
+        """How many incidents."""
+
+
+@runtime_checkable
+class Book(Protocol):
+    """What a page can be made from: a `gradgate.Ledger`, or anything else that answers these questions.
+
+    Examples:
+        >>> import tempfile
+        >>> isinstance(gg.Ledger(tempfile.mkdtemp() + "/run.ledger"), gg.report.Book)
+        True
+    """
+
+    def incidents(self, *, limit: int | None = None, newest_first: bool = False) -> Sequence[Incident]:
+        """Give the incidents in the order of time."""
+
+    def stats(self) -> Counts:
+        """Count them."""
+
+    def runs(self) -> Sequence[RunOfBook]:
+        """Give the runs."""
+
+    def bad_ids(self) -> set[str]:
+        """Give the samples that are known to be bad."""
+
+    def payload_of(self, incident_id: str) -> bytes | None:
+        """Give the stored sample of an incident, if there is one."""
+
+
+# --- Columns --------------------------------------------------------------------------------------------------------
+
+
+def words(values: Iterable[str | None]) -> dict[str, Any]:
+    """Write texts as a list of the different ones and the place of each in it; -1 stands for None.
+
+    Examples:
+        >>> words(["b", "a", None, "b"])
+        {'words': ['b', 'a'], 'index': [0, 1, -1, 0]}
+    """
+    places: dict[str | None, int] = {}
+    index = [-1 if value is None else places.setdefault(value, len(places)) for value in values]
+    return {"words": list(places), "index": index}
+
+
+def deltas(values: Iterable[int | None]) -> dict[str, Any]:
+    """Write whole numbers as the steps from one to the next: small ones, where they are in order.
+
+    Examples:
+        >>> deltas([100, 101, None, 105])
+        {'deltas': [100, 1, None, 4]}
+    """
+    steps: list[int | None] = []
+    last = 0
+    for value in values:
+        steps.append(None if value is None else value - last)
+        last = last if value is None else value
+    return {"deltas": steps}
+
+
+def numbers(values: Iterable[float | None]) -> dict[str, Any]:
+    """Write numbers with the digits that a page shows.
+
+    Examples:
+        >>> numbers([0.123456789, float("nan"), None])
+        {'numbers': [0.1235, 'nan', None]}
+    """
+    return {"numbers": [number(value) for value in values]}
+
+
+def number(value: float | None) -> float | str | None:
+    """Give a number with four digits; what JSON does not have becomes text.
+
+    Examples:
+        >>> number(float("-inf")), number(1 / 3)
+        ('-inf', 0.3333)
+    """
+    if value is None:
+        return None
+    if not math.isfinite(value):
+        return str(float(value))
+    rounded = float(f"{value:.4g}")
+    return rounded if math.isfinite(rounded) else value  # The largest numbers would be rounded to infinity.
+
+
+# --- Stored samples -------------------------------------------------------------------------------------------------
+
+
+_PARTS = 12
+_DEEPEST = 20
+_DIMENSIONS = 64
+_SIDE = 64
+_VALUES_SHOWN = 48
+_VALUES_READ = 200_000
+_TEXT_SHOWN = 300
+_CODES = {
+    "BOOL": "?", "U8": "B", "I8": "b", "U16": "H", "I16": "h", "U32": "I", "I32": "i", "U64": "Q", "I64": "q",
+    "F16": "e", "BF16": "H", "F32": "f", "F64": "d",
+}  # fmt: skip
+
+
+@dataclass
+class Budget:
+    """How much may still be read and shown.
+
+    Args:
+        values: How many values may be read.
+        pixels: How many bytes of pictures may be shown.
+    """
+
+    values: int = 1_500_000
+    pixels: int = 240_000
+
+
+def look_at(data: bytes, budget: Budget) -> list[dict[str, Any]]:
+    """Show the parts of a stored sample.
+
+    Args:
+        data: The payload.
+        budget: How much may be read and shown; what is used is taken off.
+
+    Returns:
+        One entry for each part: its path in the sample, its `kind` ("picture", "numbers", "text"), and the rest.
+    """
+    try:
+        length = int.from_bytes(data[:8], "little")
+        if not 2 <= length <= len(data) - 8:
+            raise ValueError("the header is longer than the file")
+        header = json.loads(data[8 : 8 + length])
+        tree = json.loads(header["__metadata__"]["gradgate"])
+        parts: list[dict[str, Any]] = []
+        for path, kind, node in _leaves(tree, "", 0):
+            if len(parts) == _PARTS:
+                parts.append({"path": "", "kind": "text", "text": "and more"})
+                break
+            parts.append({"path": path, **_part(kind, node, header, memoryview(data)[8 + length :], budget)})
+        return parts
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        struct.error,
+        RecursionError,
+    ) as error:
+        text = f"The stored sample cannot be shown: {type(error).__name__}: {visible(error)}"
+        return [{"path": "", "kind": "text", "text": text[:_TEXT_SHOWN]}]
+
+
+def _leaves(node: Any, path: str, depth: int) -> Iterator[tuple[str, str, Any]]:
+    """Walk over a tree as `gradgate._payload` writes it: a plain value, or an object whose first key says its kind."""
+    if depth > _DEEPEST:
+        yield path, "text", "nested too deeply"
+        return
+    if not isinstance(node, dict):
+        yield path, "text", node
+        return
+    if not node:
+        raise ValueError("a part without a kind")
+    kind, inner = next(iter(node.items()))
+    if kind == "dict":
+        for key, item in inner:
+            name = key if isinstance(key, str) else json.dumps(key)
+            yield from _leaves(item, f"{path}.{name}" if path else name, depth + 1)
+    elif kind in ("list", "tuple", "set", "frozenset"):
+        for place, item in enumerate(inner):
+            yield from _leaves(item, f"{path}[{place}]", depth + 1)
+    elif kind == "fields":
+        for name, item in zip(node["names"], inner, strict=True):
+            yield from _leaves(item, f"{path}.{name}" if path else str(name), depth + 1)
+    elif kind == "array":
+        yield from _leaves(inner, path, depth + 1)
+    elif kind == "tensor" and not node["complex"]:
+        yield path, "tensor", inner
+    elif kind == "missing":
+        yield path, "text", f"not stored: {inner}"
+    else:
+        yield path, "text", inner if kind in ("float", "int", "path", "dtype", "device", "complex") else f"({kind})"
+
+
+def _part(kind: str, node: Any, header: dict[str, Any], body: memoryview, budget: Budget) -> dict[str, Any]:
+    if kind == "text":
+        text = node if isinstance(node, str) else json.dumps(node)
+        return {"kind": "text", "text": text if len(text) <= _TEXT_SHOWN else text[:_TEXT_SHOWN] + "…"}
+    entry = header[node]
+    dtype, shape = str(entry["dtype"]), list(entry["shape"])
+    if len(shape) > _DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise ValueError("a shape that no tensor has")
+    start, end = (int(place) for place in entry["data_offsets"])
+    about = {"dtype": dtype.lower(), "shape": shape}
+    if dtype not in _CODES:
+        return {"kind": "text", "text": f"{dtype.lower()} of shape {shape}", **about}
+    count = math.prod(shape)
+    size = struct.calcsize("<" + _CODES[dtype])
+    if not 0 <= start <= end <= len(body) or count * size != end - start:
+        raise ValueError(f"a tensor of shape {shape} in {end - start} bytes")
+    values = _Values(dtype, body[start:end], count)
+    picture = _picture_axes(shape, dtype)
+    if picture is not None:
+        shown = _picture(values, picture, dtype, budget)
+        if shown is not None:
+            return {"kind": "picture", **about, **shown}
+    return {"kind": "numbers", **about, **_summary(values, count, budget)}
+
+
+class _Values:
+    """The values of a tensor: all of them read at once, or one by one where there are too many."""
+
+    def __init__(self, dtype: str, data: memoryview, count: int) -> None:
+        self._one = struct.Struct("<" + _CODES[dtype])
+        self._brain = dtype == "BF16"
+        self._data = data
+        self._all = struct.unpack(f"<{count}{_CODES[dtype]}", data) if count <= _VALUES_READ else None
+
+    def __getitem__(self, place: int) -> float:
+        value = self._one.unpack_from(self._data, place * self._one.size)[0] if self._all is None else self._all[place]
+        if self._brain:  # The upper half of a float32.
+            value = struct.unpack("<f", struct.pack("<I", value << 16))[0]
+        return value  # type: ignore[no-any-return]
+
+
+def _summary(values: _Values, count: int, budget: Budget) -> dict[str, Any]:
+    """Give the first values, and the range of all, or of evenly spread ones where there are too many to read."""
+    first = [number(values[place]) for place in range(min(count, _VALUES_SHOWN))]
+    stride = max(1, -(-count // max(1, min(_VALUES_READ, budget.values))))
+    read = [values[place] for place in range(0, count, stride)]
+    budget.values -= len(read)
+    finite = [value for value in read if math.isfinite(value)]
+    return {
+        "values": first,
+        "low": number(min(finite, default=None)),
+        "high": number(max(finite, default=None)),
+        "mean": number(_mean(finite)) if finite else None,
+        "bad": len(read) - len(finite),
+        "part": stride > 1,
+    }
+
+
+def _picture_axes(shape: Sequence[int], dtype: str) -> tuple[int, int, int, int, int, int] | None:
+    """Tell whether a tensor looks like a picture: channels, height, width and the step along each of them."""
+    if dtype == "BOOL" and len(shape) < 2:
+        return None
+    while len(shape) > 2 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) == 2 and min(shape) >= 4:
+        height, width = shape
+        return 1, height, width, 0, width, 1
+    if len(shape) == 3 and shape[0] in (3, 4) and min(shape[1:]) >= 4:
+        channels, height, width = shape
+        return channels, height, width, height * width, width, 1
+    if len(shape) == 3 and shape[2] in (1, 3, 4) and min(shape[:2]) >= 4:
+        height, width, channels = shape
+        return channels, height, width, 1, width * channels, channels
+    return None
+
+
+def _picture(
+    values: _Values, axes: tuple[int, int, int, int, int, int], dtype: str, budget: Budget
+) -> dict[str, Any] | None:
+    """Give a small picture: a byte for each pixel and channel, 255 for one that holds NaN or Inf."""
+    channels, height, width, over_channels, over_rows, over_columns = axes
+    shown = min(channels, 3)  # A fourth one is transparency.
+    block = max(1, -(-max(height, width) // _SIDE))
+    rows, columns = range(0, height, block), range(0, width, block)
+    cost = len(rows) * len(columns) * shown
+    skip = max(1, math.isqrt(height * width * shown // _VALUES_READ) + 1)
+    reads = shown * (height // skip + 1) * (width // skip + 1)
+    if cost > budget.pixels or reads > budget.values:
+        return None
+    budget.pixels -= cost
+    budget.values -= reads
+    cells: list[float | None] = []
+    bad = 0
+    for row in rows:
+        for column in columns:
+            for channel in range(shown):
+                seen = [
+                    values[channel * over_channels + y * over_rows + x * over_columns]
+                    for y in range(row, min(row + block, height), skip)
+                    for x in range(column, min(column + block, width), skip)
+                ]
+                wrong = sum(not math.isfinite(value) for value in seen)
+                bad += wrong
+                cells.append(None if wrong else _mean(seen))
+    finite = [cell for cell in cells if cell is not None]
+    black, white = _ends(finite, dtype)
+    span = white / 2 - black / 2  # Halves, because the difference of two large numbers may be infinite.
+    shades = (None if cell is None else (cell / 2 - black / 2) / span if span else 0.0 for cell in cells)
+    pixels = bytes(255 if shade is None else min(254, max(0, round(254 * shade))) for shade in shades)
+    return {
+        "height": len(rows),
+        "width": len(columns),
+        "channels": shown,
+        "pixels": base64.b64encode(pixels).decode(),
+        "low": number(min(finite, default=None)),
+        "high": number(max(finite, default=None)),
+        "black": number(black),
+        "white": number(white),
+        "bad": bad,
+        "part": skip > 1,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # The sum is larger than any number; the mean is not.
+        mean = 2 * math.fsum(value / 2 / len(values) for value in values)
+        return min(max(mean, min(values)), max(values))
+
+
+def _ends(cells: Sequence[float], dtype: str) -> tuple[float, float]:
+    """Give what is black and what is white: the usual ends where the values lie between them, else their own."""
+    low, high = min(cells, default=0.0), max(cells, default=1.0)
+    if dtype == "U8":
+        return 0.0, 255.0
+    if low >= 0 and high <= 1:
+        return 0.0, 1.0
+    return low, high
+
+
+# --- Which samples are shown ----------------------------------------------------------------------------------------
+
+
+_SHOWN = 400
+_ASKED = 3000
+_BYTES_READ = 256 * 2**20
+
+
+def choose_previews(book: Book, incidents: Sequence[Incident]) -> dict[str, Any]:
+    """Show stored samples.
+
+    Args:
+        book: The ledger.
+        incidents: Its incidents, the oldest first.
+
+    Returns:
+        `samples`, each a list of parts, and `of`: the number of the incident and which of the samples is its own.
+    """
+    budget, read = Budget(), _BYTES_READ
+    samples: list[list[dict[str, Any]]] = []
+    seen: dict[bytes, int] = {}
+    whose: list[tuple[int, int]] = []
+    for asked, place in enumerate(_in_turn(incidents)):
+        if asked == _ASKED or len(samples) == _SHOWN or budget.pixels <= 0 or budget.values <= 0 or read <= 0:
+            break
+        payload = book.payload_of(incidents[place].id)
+        if payload is None:
+            continue
+        read -= len(payload)
+        digest = hashlib.sha256(payload).digest()
+        if digest not in seen:  # The same sample fails in every epoch.
+            seen[digest] = len(samples)
+            samples.append(look_at(payload, budget))
+        whose.append((place, seen[digest]))
+    return {"samples": samples, "of": sorted(whose)}
+
+
+def _in_turn(incidents: Sequence[Incident]) -> Iterator[int]:
+    """Give the places of the incidents, one of each kind first, then the rest, the newest first."""
+    kinds: dict[tuple[str | None, ...], int] = {}
+    for place in range(len(incidents) - 1, -1, -1):
+        one = incidents[place]
+        kinds.setdefault((one.stage, one.cause, one.exception_type, one.where), place)
+    yield from kinds.values()
+    chosen = set(kinds.values())
+    yield from (place for place in range(len(incidents) - 1, -1, -1) if place not in chosen)
+
+
+# --- All of it ------------------------------------------------------------------------------------------------------
+
 
 LIMIT = 200_000
 """How many incidents a page holds, the newest ones; beyond, browsers become slow. The counts are of all."""

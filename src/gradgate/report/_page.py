@@ -18,8 +18,7 @@ from typing import Any
 from gradgate._text import plain
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.records import Finding
-from gradgate.report._book import Book
-from gradgate.report._incidents import gather
+from gradgate.report._incidents import Book, gather
 
 __all__ = ["assemble", "pack", "policy", "render_page", "title_of", "write_page"]
 

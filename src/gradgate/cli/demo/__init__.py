@@ -13,7 +13,7 @@ import click
 from gradgate.cli._output import json_option, show_json
 
 if TYPE_CHECKING:
-    from gradgate.cli.demo._ways import Training
+    from gradgate.cli.demo._trainings import Training
 
 __all__ = ["demo"]
 
@@ -45,7 +45,7 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
     from gradgate.cli.demo._data import load
     from gradgate.cli.demo._ending import write_ending
     from gradgate.cli.demo._show import Screen
-    from gradgate.cli.demo._ways import WAYS, Training
+    from gradgate.cli.demo._trainings import TRAININGS, Training
     from gradgate.ledger import Ledger
 
     ctx.with_resource(_quiet_log())
@@ -56,7 +56,7 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
     screen = Screen(train, test, quiet=as_json)
     trainings: dict[str, Training] = {}
     with screen:
-        for way, (_, run) in WAYS.items():
+        for way, (_, run) in TRAININGS.items():
             training = trainings[way] = Training(train, test, epochs, seed, ledger if way == "c" else None)
             for progress in run(training):
                 screen.show(way, progress)
@@ -100,7 +100,7 @@ def _same_weights(one: Training, other: Training) -> bool:
 
 
 def _replayed(ledger: Any, training: Training) -> Any:
-    from gradgate.cli.demo._ways import loss_of
+    from gradgate.cli.demo._trainings import loss_of
     from gradgate.replaying import replay
 
     stored = [incident for incident in ledger.incidents() if incident.stage == "backward"]
@@ -114,11 +114,11 @@ def _answer(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from gradgate.cli.demo._ways import WAYS
+    from gradgate.cli.demo._trainings import TRAININGS
 
     return {
         "broken": {str(index): fault for index, fault in broken.items()},
-        "ways": {way: {"name": WAYS[way][0], **asdict(training.progress)} for way, training in trainings.items()},
+        "ways": {way: {"name": TRAININGS[way][0], **asdict(training.progress)} for way, training in trainings.items()},
         "bit_identical": same,
         "exactly_the_broken_were_found": right,
         "ledger": str(path),

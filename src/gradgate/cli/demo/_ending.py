@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from gradgate.cli.demo._data import Digits
-from gradgate.cli.demo._ways import Training, loss_of
+from gradgate.cli.demo._trainings import Training, loss_of
 from gradgate.doctor import diagnose
 from gradgate.ledger import Ledger
 from gradgate.report import write_page

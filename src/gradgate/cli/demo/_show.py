@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradgate.cli.demo._data import FAULTS, Digits
-from gradgate.cli.demo._ways import WAYS, Progress
+from gradgate.cli.demo._trainings import TRAININGS, Progress
 
 __all__ = ["Screen"]
 
@@ -89,7 +89,7 @@ class Screen:
         for head in ("", "", "epoch", "loss", "accuracy", "lost batches", "lost samples"):
             table.add_column(head, justify="right" if head else "left", no_wrap=True)
         ends = []
-        for way, (name, _) in WAYS.items():
+        for way, (name, _) in TRAININGS.items():
             state = self._states.get(way)
             table.add_row(way, name, *(_cells(state) if state else [""] * 5), style="bold" if way == "c" else "")
             if state and state.end:

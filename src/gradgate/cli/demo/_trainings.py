@@ -19,7 +19,7 @@ from gradgate.ledger import Ledger
 from gradgate.loading import resilient
 from gradgate.modes import grad_mode
 
-__all__ = ["WAYS", "Network", "Progress", "loss_of"]
+__all__ = ["TRAININGS", "Network", "Progress", "loss_of"]
 
 BATCH = 32
 
@@ -202,7 +202,7 @@ def without_broken(training: Training) -> Iterator[Progress]:
         yield state
 
 
-WAYS: dict[str, tuple[str, Callable[[Training], Iterator[Progress]]]] = {
+TRAININGS: dict[str, tuple[str, Callable[[Training], Iterator[Progress]]]] = {
     "a": ("plain PyTorch", plain),
     "b": ("skip bad batches", skipping),
     "c": ("gradgate", guarded),
