@@ -8,9 +8,9 @@ from tests.truth import Row
 
 INDEX = torch.tensor([2, 0, 2])
 KEEP = torch.tensor([True, False, True])
-COUNTED = "A mask with a value of its own for each True asks how many there are; vmap and fullgraph cannot know."
+COUNTED = "A mask with a separate value for each True needs their number, which vmap and fullgraph do not know."
 ORDER = "Complex numbers have no order; torch has no minimum or maximum of them."
-NAMED = "How often a place is named is read from the index; unique_indices=True makes it work."
+NAMED = "It reads how often each index occurs; unique_indices=True makes it work."
 
 
 def edited(name):

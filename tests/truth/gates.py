@@ -11,7 +11,7 @@ EMPTY = torch.zeros(3, 0)
 KEEP = torch.tensor([[True], [False], [True]])
 FACTOR = torch.tensor([0.5, 0.0, -2.0, 1.0])
 
-NO_FORWARD_MODE = "The rule depends on the gradient that arrives, and in forward mode none does: an error says so."
+NO_FORWARD_MODE = "The rule depends on the incoming gradient, and forward mode has none; it raises."
 
 
 def chosen(gradient):

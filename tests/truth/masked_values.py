@@ -15,7 +15,7 @@ INSIDE = torch.rand(3, 4, generator=GENERATOR) * 1.4 - 0.7
 KEEP = torch.tensor([[True, False, True, True], [False, True, True, False], [True, True, False, True]])
 ROWS_KEPT = torch.tensor([True, False, True])
 REPEATED = torch.tensor([[1.0, 2.0, 2.0, 1.0], [3.0, 3.0, 0.5, 3.0], [4.0, 4.0, 5.0, 5.0]])
-REAL_ONLY = {"complex": "Its bad points are those of real numbers; a complex tensor is refused."}
+REAL_ONLY = {"complex": "Its bad points are those of real numbers; complex tensors are refused."}
 
 
 def most_frequent(x, keep):
@@ -47,7 +47,7 @@ ROWS = [
         lambda keep, x: gg.apply_rows(keep, x, torch.sin),
         (ROWS_KEPT, X),
         empty=(ROWS_KEPT[:0], X[:0]),
-        no={"vmap": "How many rows the function sees depends on `keep`; where vmap batches it, it is refused."},
+        no={"vmap": "The number of rows depends on `keep`; a batched `keep` is refused."},
         oracle=lambda keep, x: torch.where(keep.unsqueeze(1), x.sin(), 0),
     ),
     Row(
@@ -55,7 +55,7 @@ ROWS = [
         lambda x, keep: masked.mode(x, keep=keep, empty=0).values,
         (REPEATED, KEEP),
         empty=(REPEATED[:0], KEEP[:0]),
-        no={"complex": "Complex numbers have no order, so of several equally frequent ones none is the smallest."},
+        no={"complex": "Complex numbers have no order, so ties have no smallest value."},
         oracle=most_frequent,
     ),
     Row(
