@@ -193,13 +193,16 @@ def is_foreign(file: str) -> bool:
     return owner_of(file) in (Owner.OURS, Owner.TORCH, Owner.PYTHON)
 
 
-def locate(frame: FrameType | None) -> Location | None:
-    """Return the innermost frame of the user; None if no frame is the user's."""
+def locate(frame: FrameType | None, owner: Owner = Owner.PACKAGE) -> Location | None:
+    """Return the innermost frame of the user or of a library in use; with `Owner.USER`, of the user if there is one."""
+    found = None
     while frame is not None:
         if not is_foreign(frame.f_code.co_filename):
-            return Location(frame.f_code, frame.f_lasti)
+            found = found or Location(frame.f_code, frame.f_lasti)
+            if owner is not Owner.USER or owner_of(frame.f_code.co_filename) is Owner.USER:
+                return Location(frame.f_code, frame.f_lasti)
         frame = frame.f_back
-    return None
+    return found
 
 
 def locate_traceback(traceback: TracebackType | None) -> Location | None:

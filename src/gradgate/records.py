@@ -95,6 +95,7 @@ class Finding:
         fix: The remedy, as code to paste.
         samples: The rows of the batch concerned, where there are such.
         also: Further places that belong to it, as "path.py:12".
+        consequences: What follows from it, one line each: no findings of their own.
 
     Examples:
         >>> Finding(code="GG101", severity="error", title="encoder.weight gets no gradient").code
@@ -111,6 +112,7 @@ class Finding:
     fix: str = ""
     samples: tuple[int, ...] = ()
     also: tuple[str, ...] = ()
+    consequences: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Give the record as a plain dictionary.

@@ -234,3 +234,64 @@ def thawed_again():
     m = two().requires_grad_(False)
     m.requires_grad_(True)
     return lambda: m.head(m.encoder(X)).mean(), m
+
+
+class Chain(nn.Module):
+    def __init__(self, layers, head=None):
+        super().__init__()
+        self.layers = layers
+        self.head = head or nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers.values() if isinstance(self.layers, (dict, nn.ModuleDict)) else self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@faulty("GG908")
+def layers_in_a_list():
+    m = Chain([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+
+    def step():
+        m(X).mean().backward()  # HERE
+        optimizer.step()
+
+    return step, m
+
+
+@faulty("GG908")
+def layers_in_a_dict():
+    m = Chain({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+
+    def step():
+        m(X).mean().backward()  # HERE
+        optimizer.step()
+
+    return step, m
+
+
+@faulty("GG908")
+def layers_in_a_list_without_an_optimizer_in_sight():
+    m = Chain([nn.Linear(4, 4), nn.Linear(4, 4)])
+    return (lambda: m(X).mean()), m
+
+
+@healthy("GG908")
+def layers_in_a_module_list():
+    m = Chain(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    return (lambda: m(X).mean()), m
+
+
+@healthy("GG908")
+def layers_in_a_list_that_the_optimizer_is_given():
+    m = Chain([nn.Linear(4, 4), nn.Linear(4, 4)])
+    parameters = [*m.parameters(), *(p for layer in m.layers for p in layer.parameters())]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def step():
+        m(X).mean().backward()
+        optimizer.step()
+
+    return step, m

@@ -171,9 +171,12 @@ def run_backward(
     if hidden:
         tracer.hide()
     try:
-        return run()
+        result = run()
+        backward.completed = True
+        return result
     finally:
         backward.running = False
+        tracer.reuse.refill()
         if hidden:
             tracer.show()
         if options.get("retain_graph") or options.get("create_graph"):
@@ -189,6 +192,7 @@ def start_late(tracer: Tracer) -> Backward:
     given = frame.f_locals.get("tensors", ()) if frame is not None else ()
     tensors = [given] if isinstance(given, torch.Tensor) else [x for x in given if isinstance(x, torch.Tensor)]
     backward = _start(tracer, tensors, None)
+    backward.completed = True
     _hook_nodes(tracer, backward, tensors)
     return backward
 
@@ -210,6 +214,10 @@ def _hook_nodes(tracer: Tracer, backward: Backward, tensors: list[torch.Tensor])
     handles = []
     numbers = set()
     nodes = list(nodes_below(tensors))
+    index = {node: place for place, node in enumerate(nodes)}
+    backward.starts = [index[tensor.grad_fn] for tensor in tensors if tensor.grad_fn is not None]
+    backward.edges = [tuple(index.get(following, -1) for following, _ in node.next_functions) for node in nodes]
+    backward.leaves = {index[node]: id(leaf) for node in nodes if (leaf := leaf_of(node)) is not None}
     paths = paths_of(tracer.trace, nodes, [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
     for node in nodes:
         name = node.name()
@@ -218,7 +226,7 @@ def _hook_nodes(tracer: Tracer, backward: Backward, tensors: list[torch.Tensor])
         function = function_class_of(node)
         if function is not None:
             backward.functions[number] = function
-        hook = _NodeHook(tracer, number, name, paths.get(node, {}))
+        hook = _NodeHook(tracer, backward, index[node], number, name, paths.get(node, {}))
         if _START in hook.paths:
             handles.append(node.register_prehook(hook.first_gradient))
         if hook.paths or not hook.carrier:
@@ -230,10 +238,14 @@ def _hook_nodes(tracer: Tracer, backward: Backward, tensors: list[torch.Tensor])
 class _NodeHook:
     """Sees what one node sends back; nothing becomes non-finite or zero in a carrier, only paths are measured there."""
 
-    __slots__ = ("carrier", "name", "number", "paths", "tracer")
+    __slots__ = ("backward", "carrier", "index", "name", "number", "paths", "tracer")
 
-    def __init__(self, tracer: Tracer, number: int, name: str, paths: dict[int, GradientPath]) -> None:
+    def __init__(
+        self, tracer: Tracer, backward: Backward, index: int, number: int, name: str, paths: dict[int, GradientPath]
+    ) -> None:
         self.tracer = tracer
+        self.backward = backward
+        self.index = index
         self.number = number
         self.name = name
         self.paths = paths
@@ -254,7 +266,7 @@ class _NodeHook:
                 if amount - amount != 0:
                     self._maybe_bad(tensor, incoming)
                 elif amount == 0:
-                    self._maybe_zero(tensor, incoming)
+                    self._maybe_zero(tensor, incoming, index)
 
     def first_gradient(self, incoming: tuple[Any, ...]) -> None:
         """The prehook of a node that a pass starts from inside a module: measure what comes from the loss."""
@@ -290,7 +302,8 @@ class _NodeHook:
             )
         )
 
-    def _maybe_zero(self, tensor: torch.Tensor, incoming: tuple[Any, ...]) -> None:
+    def _maybe_zero(self, tensor: torch.Tensor, incoming: tuple[Any, ...], position: int) -> None:
         if is_all_zero(tensor) and any(x is not None and is_readable(x) and not is_all_zero(x) for x in incoming):
             trace = self.tracer.trace
+            self.backward.zeros.add((self.index, position))
             trace.zeros.append(ZeroGradient(trace.op_number_of_node.get(self.number, -1), self.name))

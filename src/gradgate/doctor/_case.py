@@ -13,10 +13,12 @@ from gradgate._source import Location, SourceLine, locate_traceback
 from gradgate._text import text_of
 from gradgate._torch_compat import without_compiled_wrappers
 from gradgate.doctor._numerics import Gradient
-from gradgate.doctor._trace import Flow, Op, Raised, Trace
+from gradgate.doctor._trace import Flow, Freeze, Op, Raised, Trace
 from gradgate.records import Finding, Severity
 
 SEVERITIES = ("error", "warning", "info")
+
+_MOST_ITEMS = 1000
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
@@ -48,6 +50,7 @@ class Names:
         self._tensors: dict[int, str] = {}
         self._roots: list[tuple[torch.nn.Module, str]] = []
         self._has_model = model is not None
+        self.unregistered: dict[int, str] = {}  # by `id` of a parameter: the plain list or dict that holds its layer
         if model is not None:
             self._add(without_compiled_wrappers(model), "")
         for module in modules:
@@ -60,11 +63,26 @@ class Names:
         for path, module in root.named_modules(prefix=prefix):
             self._modules.setdefault(id(module), path)
             for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor):
-                    self._tensors.setdefault(id(value), f"{path}.{name}" if path else name)
+                self._add_attribute(f"{path}.{name}" if path else name, value)
         for tensors in (root.named_parameters(prefix=prefix), root.named_buffers(prefix=prefix)):
             for path, tensor in tensors:
                 self._tensors.setdefault(id(tensor), path)
+
+    def _add_attribute(self, path: str, value: object, container: str = "") -> None:
+        """Name a tensor, or the layers in a plain list or dict, which are not registered."""
+        if isinstance(value, torch.Tensor):
+            self._tensors.setdefault(id(value), path)
+            if container and isinstance(value, torch.nn.Parameter):
+                self.unregistered.setdefault(id(value), container)
+        elif isinstance(value, torch.nn.Module) and container:
+            for name, parameter in value.named_parameters(prefix=path):
+                self._add_attribute(name, parameter, container)
+        elif isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS and not path.endswith("]"):
+            for index, item in enumerate(value):
+                self._add_attribute(f"{path}[{index}]", item, path)
+        elif type(value) is dict and not path.rpartition(".")[2].startswith("_") and len(value) <= _MOST_ITEMS:
+            for key, item in value.items():
+                self._add_attribute(f"{path}[{key!r}]", item, path)
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Return every module of the model, or of those that were called where there is none, with its path."""
@@ -81,7 +99,17 @@ class Names:
             for name, value in list(space.items()):
                 if value is thing and not name.startswith("__"):
                     return name
+        for space in self._spaces if isinstance(thing, torch.nn.Module) else ():
+            for name, value in list(space.items()):
+                if isinstance(value, torch.nn.Module):
+                    for path, module in value.named_modules(prefix=name):
+                        if module is thing:
+                            return str(path)
         return None
+
+    def path_of(self, module: torch.nn.Module) -> str:
+        """Return the path of a module; the empty text for the model itself."""
+        return self._modules.get(id(module), "")
 
     def of_module(self, module: torch.nn.Module | None) -> str | None:
         """Return the path of a module."""
@@ -97,6 +125,16 @@ class Names:
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Unused:
+    """A parameter that a step does not use; another step may."""
+
+    name: str
+    parameter: torch.Tensor
+    location: Location | None
+    routed: bool
+
+
 @dataclass
 class Case:
     """One step, as the rules see it."""
@@ -110,6 +148,9 @@ class Case:
     known_model: bool = True
     one_step: bool = True
     files: tuple[str, ...] = ()
+    frozen_at: dict[int, Freeze] = field(default_factory=dict)
+    unused: list[Unused] = field(default_factory=list)
+    trained_modules: frozenset[int] = frozenset()
 
     @cached_property
     def flow(self) -> Flow:
@@ -141,6 +182,36 @@ class Case:
     def gradient(self, parameter: torch.Tensor) -> Gradient:
         """Return the gradient of a parameter."""
         return self.gradients.get(id(parameter), Gradient(present=False))
+
+    @property
+    def is_cleared(self) -> bool:
+        """Return whether the gradients of a backward pass were taken away before the optimizer could use them."""
+        return any(step.idle and step.backwards for step in self.trace.optimizer_steps)
+
+    def outermost(self, call: int) -> int:
+        """Return the outermost of the calls that a call is inside of; -1 outside of all."""
+        while call >= 0 and self.trace.calls[call].outer >= 0:
+            call = self.trace.calls[call].outer
+        return call
+
+    def call_of(self, parameter: torch.Tensor) -> Location | None:
+        """Return the user's call of the outermost module that a parameter belongs to."""
+        for call in self.trace.calls:
+            if call.outer < 0 and any(parameter is other for other in call.module.parameters()):
+                return call.location
+        return None
+
+    @property
+    def learners(self) -> list[torch.Tensor]:
+        """Return the parameters that ought to learn."""
+        return list(self.parameters.values())
+
+    def call_of_module(self, path: str) -> Location | None:
+        """Return the user's call of the outermost module that a path begins with."""
+        for call in self.trace.calls:
+            if call.outer < 0 and path.startswith(self.names.path_of(call.module)):
+                return call.location
+        return None
 
     def module(self, op: Op) -> str | None:
         """Return the path of the module that an operation ran in."""

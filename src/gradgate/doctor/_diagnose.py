@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -16,14 +17,17 @@ import torch
 from gradgate._checks import check_module
 from gradgate._names import describe
 from gradgate._patches import Patches, to_the_end
+from gradgate._source import Location
 from gradgate._torch_compat import ThreadModes, is_compiled, run_as_written, without_compiled_wrappers
-from gradgate.doctor._case import SEVERITIES, Case, Names, namespaces_of
+from gradgate.doctor._case import Case, Names, Unused, namespaces_of
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._graph import Graph, Layer, draw
+from gradgate.doctor._history import History
 from gradgate.doctor._numerics import Gradients, is_all_zero, is_readable
 from gradgate.doctor._trace import Trace
 from gradgate.doctor._tracer import Tracer
-from gradgate.doctor.rules import apply_rules
+from gradgate.doctor.rules import apply_rules, fold
+from gradgate.doctor.rules._gradients import unused_findings
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Finding
 
@@ -45,14 +49,15 @@ class Examination:
         self._modes = ThreadModes()
         self.thorough = True
         self.one_step = True
+        self.unused: dict[int, Unused] = {}
         self.files: tuple[str, ...] = ()
         self.gradients = Gradients(model.parameters() if model is not None else ())
         if model is not None:
             self.tracer.reuse.start(model.parameters())
             self.tracer.running.drawn = frozenset(id(module) for module in model.modules())
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.thorough:
+    def _before_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if self.thorough and optimizer is not None:
             self.gradients.take(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     @contextmanager
@@ -112,8 +117,13 @@ class Examination:
             raise
         return None
 
+    def diagnosis(self, exception: BaseException | None) -> Diagnosis:
+        """Return what was found in one step, with one finding for each cause."""
+        found = self.conclude(exception)
+        return replace(found, findings=fold(found.findings))
+
     def conclude(self, exception: BaseException | None) -> Diagnosis:
-        """Say what was found."""
+        """Return everything that the rules say about what has been traced."""
         trace = self.tracer.trace
         names = Names(self.model, trace.modules, self.namespaces)
         parameters = self._parameters(names)
@@ -128,13 +138,15 @@ class Examination:
             gradients=self.gradients.taken,
             exception=exception,
             previous=self.tracer.previous,
-            known_model=self.model is not None or bool(trace.optimizer_steps),
+            known_model=self.model is not None or bool(trace.optimizer_steps) or trace.updated_by_hand is not None,
             one_step=self.one_step,
             files=self.files,
+            frozen_at={n: freeze for n, (tensor, freeze) in self.tracer.frozen.items() if tensor() is not None},
         )
         findings = apply_rules(case)
         roots = [*trace.modules, *([self.given] if self.given is not None else [])]
         compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
+        self.unused.update((id(entry.parameter), entry) for entry in case.unused)
         return Diagnosis((*findings, *_note_on_compiling(compiled)), exception, *draw(case, findings))
 
     def _parameters(self, names: Names) -> dict[str, torch.Tensor]:
@@ -143,17 +155,22 @@ class Examination:
             return dict(self.model.named_parameters())
         trace = self.tracer.trace
         steps = trace.optimizer_steps
-        leaves = [
-            root.tensor for root in trace.roots.values() if root.leaf and root.requires_grad and root.tensor is not None
-        ]
+        made = {value for op in trace.ops for value in op.outputs}
+        every = {v: r.tensor for v, r in trace.roots.items() if r.leaf and r.requires_grad and r.tensor is not None}
+        # A plain leaf that the step itself computed is data: the input of a gradient penalty, a loss without a graph.
+        made.update(code >> 1 for backward in trace.backwards for code in backward.values)
+        leaves = [leaf for v, leaf in every.items() if v not in made or isinstance(leaf, torch.nn.Parameter)]
         held = [p for step in steps for group in step.optimizer.param_groups for p in group["params"]]
         if held:
             # Another network may take part that is not meant to learn here; what has a gradient is asked about, though.
             leaves = [leaf for leaf in leaves if leaf.grad is not None]
         used = [p for module in trace.modules for p in module.parameters()] if not held else []
         found: dict[str, torch.Tensor] = {}
-        for leaf in dict.fromkeys([*held, *used, *leaves]):
-            name = names.of_tensor(leaf) or f"the tensor of shape {tuple(leaf.shape)}"
+        for leaf in dict.fromkeys([*held, *used, *leaves] or every.values()):
+            name = names.of_tensor(leaf)
+            if name is None and trace.modules and leaf.grad is None:  # of an old model or layer, or tied since
+                continue
+            name = name or f"the tensor of shape {tuple(leaf.shape)}"
             found[name if name not in found else f"{name} ({len(found)})"] = leaf
         return found
 
@@ -217,7 +234,7 @@ def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -
         examination = Examination(model, namespaces)
         examination.tracer.saves = False
         raised = examination.attempt(step_fn)
-    return examination.conclude(raised)
+    return examination.diagnosis(raised)
 
 
 def _variables_of_caller() -> list[Mapping[str, Any]]:
@@ -236,10 +253,11 @@ class Tracing:
     """A trace in progress; `trace` makes it.
 
     Attributes:
-        steps: How many optimizer steps have been traced.
+        steps: How many steps have been traced: of an optimizer, or updates by hand.
         tracing: Whether it is tracing now.
         without_saves: Do not look at what is saved for backward; torch.func.grad cannot run while that is done.
-        after_step: Called after each optimizer step that was traced.
+        after_step: Called after each step that was traced.
+        history: The losses and learning rates of the whole run.
     """
 
     def __init__(
@@ -249,6 +267,8 @@ class Tracing:
         self.tracing = False
         self.without_saves = False
         self.after_step: Callable[[], None] | None = None
+        self.history = History()
+        self.own_losses = True
         self._examination = Examination(model, namespaces)
         self._examination.one_step, self._examination.files = False, files
         self._examination.tracer.before_step.insert(0, self._before_step)
@@ -256,7 +276,10 @@ class Tracing:
         self._findings: dict[Finding, None] = {}
         self._drawn: tuple[Graph | None, tuple[Layer, ...]] = (None, ())
         self._exception: BaseException | None = None
+        self._ended = False
         self._zeros = 0
+        self._noted = 0
+        self._learned: set[int] = set()
 
     @property
     def diagnosis(self) -> Diagnosis:
@@ -265,8 +288,9 @@ class Tracing:
         The graph is that of the newest step that the rules looked at: one of the first, or a later one that looked
         suspicious.
         """
-        findings = sorted(self._findings, key=lambda finding: SEVERITIES.index(finding.severity))
-        return Diagnosis(tuple(findings), self._exception, *self._drawn)
+        unused = [entry for entry in self._examination.unused.values() if id(entry.parameter) not in self._learned]
+        run = self.history.findings(self._ended and self._exception is None)
+        return Diagnosis(fold((*self._findings, *unused_findings(unused), *run)), self._exception, *self._drawn)
 
     def __enter__(self) -> Tracing:
         try:
@@ -280,6 +304,7 @@ class Tracing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._ended = error is None
         try:
             if self.tracing:
                 self.pause(error)
@@ -299,30 +324,56 @@ class Tracing:
         self._exception = None if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit) else error
         trace = self._examination.tracer.trace
         if self._exception is not None or trace.backwards or not self.steps:
-            self._add(self._examination.conclude(self._exception))
+            self._conclude(self._exception)
         self._begin_step()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def untraced_step(self, optimizer: torch.optim.Optimizer, location: Location | None) -> None:
+        """Record a step of an optimizer that is not traced: its learning rate, and parameters that learn after all."""
+        self.history.update(optimizer, location)
+        for entry in self._examination.unused.values():
+            if entry.parameter.grad is not None:
+                self._learned.add(id(entry.parameter))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         trace = self._examination.tracer.trace
         self._examination.thorough = self.steps < _STEPS_IN_FULL or _is_suspicious(trace, self._zeros)
+        self._note_losses()
+        if optimizer is None:
+            self.history.update(None, trace.updated_by_hand)
+            return
+        self.history.update(optimizer, trace.optimizer_steps[-1].location)
+        if self.steps < _STEPS_IN_FULL:
+            self.history.weights_before(optimizer)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         examination = self._examination
         self.steps += 1
-        if examination.thorough or examination.tracer.trace.optimizer_steps[-1].again:
+        self.history.weights_after()
+        if examination.thorough or any(step.again for step in examination.tracer.trace.optimizer_steps):
             self._zeros = len(examination.tracer.trace.zeros)
-            self._add(examination.conclude(None))
+            self._conclude(None)
         self._begin_step()
-        if self.after_step is not None and examination.tracer.can_pause():
+        if self.after_step is not None and (optimizer is None or examination.tracer.can_pause()):
             self.after_step()
 
-    def _add(self, diagnosis: Diagnosis) -> None:
+    def _note_losses(self) -> None:
+        trace = self._examination.tracer.trace
+        self.history.scaled |= trace.scaled
+        for backward in trace.backwards[self._noted :] if self.own_losses else ():
+            self.history.backward(backward.loss, backward.location)
+        self._noted = len(trace.backwards)
+
+    def _conclude(self, exception: BaseException | None) -> None:
+        diagnosis = self._examination.conclude(exception)
+        self._learned.update(number for number, taken in self._examination.gradients.taken.items() if taken.present)
         self._findings.update(dict.fromkeys(diagnosis.findings))
         if diagnosis.graph is not None:
             self._drawn = diagnosis.graph, diagnosis.layers
 
     def _begin_step(self) -> None:
         examination, model = self._examination, self._examination.model
+        self._note_losses()
+        self._noted = 0
         examination.tracer.begin_again()
         examination.gradients = Gradients(model.parameters() if model is not None else ())
         examination.thorough = True

@@ -297,7 +297,7 @@ class _Edges:
             modules |= origin.modules
             connected |= origin.connected
             lost = _merged(lost, origin.lost)
-        if not op.inputs and op.call < 0:
+        if not op.inputs and op.call < 0 and not op.operator.shape_only:
             modules = 1  # data that the step makes itself
         if cut and connected:
             lost = _merged(lost, ((number, connected),))

@@ -7,6 +7,7 @@ raises, it is run again in a new process with the same arguments and seeds, and 
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -25,11 +26,12 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradgate._source import locate
 from gradgate._text import visible
-from gradgate.doctor._case import SEVERITIES
 from gradgate.doctor._diagnose import Tracing
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._watch import all_finite
+from gradgate.doctor.rules import fold
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 
@@ -87,6 +89,7 @@ class _Run:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         )
+        backward, torch.autograd.backward = torch.autograd.backward, self._noting_losses(torch.autograd.backward)
         try:
             if self.first:
                 self.tracing.pause()
@@ -103,11 +106,24 @@ class _Run:
         except BaseException as error:  # noqa: BLE001 - the script's own fault, shown as Python shows it
             raised, exit_code = error, 1
         finally:
+            torch.autograd.backward = backward
             self.tracing.__exit__(type(raised) if raised else None, raised, None)
             for hook in hooks:
                 hook.remove()
             sys.argv, sys.path[0], sys.modules["__main__"] = saved
         return exit_code, raised
+
+    def _noting_losses(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Wrap torch.autograd.backward, which every backward pass calls, so that the losses are known."""
+        self.tracing.own_losses = False
+
+        @functools.wraps(backward)
+        def noting(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            loss = tensors.detach() if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 else None
+            self.tracing.history.backward(loss, locate(sys._getframe(1)))
+            backward(tensors, *args, **kwargs)
+
+        return noting
 
     def _after_traced_step(self) -> None:
         if self.last is not None and self.first + self.tracing.steps >= self.last:
@@ -116,7 +132,10 @@ class _Run:
                 raise _Enough
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.tracing.tracing or self.bad_step is not None:
+        if self.tracing.tracing:
+            return
+        self.tracing.untraced_step(optimizer, locate(sys._getframe(1)))
+        if self.bad_step is not None:
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not all_finite(p.grad for p in held if p.grad is not None):
@@ -184,11 +203,11 @@ def examine_script(
     if whole or alone:
         return ScriptReport(replace(diagnosis, exception=raised), exit_code, run.steps)
     step = run.bad_step if run.bad_step is not None else run.steps if raised is not None else None
-    if step is not None and step >= _STEPS_TRACED:
+    explained = any(finding.code.startswith(("GG4", "GG502")) for finding in diagnosis.at_least("error"))
+    if step is not None and step >= _STEPS_TRACED and not (explained and raised is None):
         again = _again(path, args, step, raised)
-        findings = dict.fromkeys((*diagnosis.findings, *again.findings))
         drawn = again if again.graph is not None else diagnosis
-        diagnosis = replace(drawn, findings=tuple(sorted(findings, key=_order)))
+        diagnosis = replace(drawn, findings=fold((*diagnosis.findings, *again.findings)))
     return ScriptReport(replace(diagnosis, exception=raised), exit_code, run.steps)
 
 
@@ -215,10 +234,6 @@ def _exits_told(run: _Run, at_exit: Callable[[ScriptReport], None] | None) -> It
         os._exit = leave
 
 
-def _order(finding: Finding) -> int:
-    return SEVERITIES.index(finding.severity)
-
-
 def _show(error: BaseException) -> None:
     """Print a traceback as Python does, from the script's own frame on."""
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
@@ -240,7 +255,7 @@ def _again(path: Path, args: Sequence[str], step: int, raised: BaseException | N
         )
         told = json.loads(report.read_text(encoding="utf-8")) if report.exists() else Diagnosis().to_dict()
     findings = tuple(
-        Finding(**{**finding, "samples": tuple(finding["samples"]), "also": tuple(finding["also"])})
+        Finding(**{**finding, **{key: tuple(finding[key]) for key in ("samples", "also", "consequences")}})
         for finding in told["findings"]
     )
     diagnosis = Diagnosis(findings, None, told["graph"], tuple(told["layers"]))

@@ -96,6 +96,7 @@ class Operator:
     written_names: tuple[str, ...]
     view: bool
     silent: bool
+    shape_only: bool  # reads the shape, dtype and device of its inputs, not their values
     zeroes: bool
     unscales: bool
     keeps_arguments: bool
@@ -137,6 +138,7 @@ def _read_schema(func: Any) -> Operator:
         written_names=tuple(argument.name for _, argument in written),
         view=bool(returns) and not written,
         silent=name in _SILENT or (space not in ("aten", "prims") and not schema.returns),
+        shape_only=space == "aten" and (name.endswith("_like") or name.startswith("new_")),
         zeroes=name in ("zero_", "_foreach_zero_"),
         unscales=name == "_amp_foreach_non_finite_check_and_unscale_",
         keeps_arguments=name in _KEEPS_ARGUMENTS,
@@ -163,9 +165,12 @@ class Op(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module."""
+    """One call of a module: inside which other call, in which mode and, for an outermost one, from which line."""
 
     module: torch.nn.Module
+    outer: int = -1
+    training: bool = True
+    location: Location | None = None
     leaf: bool = True
 
 
@@ -189,6 +194,15 @@ class Escape:
     value: int
     location: Location | None
     after: int
+    floating: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """A line that set requires_grad to False, and whether the tensor had been switched on again before."""
+
+    location: Location | None
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +271,25 @@ class Backward:
     loss: float | None
     nodes: frozenset[int] = frozenset()
     running: bool = True
+    completed: bool = False
     inputs: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
     functions: dict[int, type[torch.autograd.Function]] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    edges: list[tuple[int, ...]] = field(default_factory=list)  # by node: the nodes that it sends gradients to
+    leaves: dict[int, int] = field(default_factory=dict)  # by node: the `id` of the leaf that it adds to
+    zeros: set[tuple[int, int]] = field(default_factory=set)  # the edges on which a gradient became zero
+
+    def leaves_with_gradient(self) -> set[int]:
+        """Return the `id` of every leaf that some gradient came to that was not made zero on the way."""
+        seen, waiting = set(self.starts), list(self.starts)
+        while waiting:
+            node = waiting.pop()
+            for position, following in enumerate(self.edges[node]):
+                if following >= 0 and following not in seen and (node, position) not in self.zeros:
+                    seen.add(following)
+                    waiting.append(following)
+        return {leaf for node, leaf in self.leaves.items() if node in seen}
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +302,7 @@ class OptimizerStep:
     idle: bool
     again: int = 0
     old: int = 0
+    cleared: Location | None = None  # who took the gradients away after backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +340,7 @@ class Trace:
     scaled: bool = False
     functional: bool = False
     gradients_left: bool = False
+    updated_by_hand: Location | None = None
     recording_at_start: bool = True
     recording_at_end: bool = True
 
@@ -410,14 +442,19 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 class Flow:
-    """The graph of values of a trace. It follows the data, also where autograd does not."""
+    """The graph of values of a trace. It follows the data, also where autograd does not.
 
-    def __init__(self, trace: Trace) -> None:
+    A read of shape, dtype or device is no flow: the tracer records no input for it. What runs after the last backward
+    pass belongs to no step.
+    """
+
+    def __init__(self, trace: Trace, whole: bool = False) -> None:
         self.trace = trace
         self.maker: dict[int, int] = {}
         self.readers: defaultdict[int, list[int]] = defaultdict(list)
         self.connected: set[int] = set(trace.rejoined)
-        for number, op in enumerate(trace.ops):
+        end = trace.backwards[-1].after if trace.backwards and not whole else len(trace.ops)
+        for number, op in enumerate(trace.ops[:end]):
             for code in op.inputs:
                 self.readers[code >> 1].append(number)
                 if code & 1:
@@ -426,7 +463,7 @@ class Flow:
                 self.maker[value] = number
         for backward in trace.backwards:
             self.connected.update(code >> 1 for code in backward.values if code & 1)
-        # A leaf that was made of something (`h.detach().requires_grad_()`) is a beginning: nothing flows beyond it.
+        # A leaf that was computed from something (`h.detach().requires_grad_()`) is a start: nothing flows beyond it.
         self.connected.difference_update(value for value in trace.roots if value in self.maker)
 
     @cached_property
@@ -436,25 +473,23 @@ class Flow:
 
     @cached_property
     def behind_losses(self) -> frozenset[int]:
-        """Return every value that a loss was made from, in whatever way."""
+        """Return every value that a loss was computed from, connected or not."""
         return self.sources(self.losses)
 
-    def sources(self, values: Iterable[int]) -> frozenset[int]:
-        """Return every value that some values were made from, and themselves."""
+    def sources(self, values: Iterable[int], connected: bool = False) -> frozenset[int]:
+        """Return every value that some values were computed from, and themselves; only what is connected, if asked."""
         seen = set(values)
         waiting = list(seen)
         while waiting:
             number = self.maker.get(waiting.pop())
-            if number is None:
-                continue
-            for code in self.trace.ops[number].inputs:
-                if code >> 1 not in seen:
+            for code in self.trace.ops[number].inputs if number is not None else ():
+                if code >> 1 not in seen and (not connected or code & 1 or self._is_made_inside_function(code >> 1)):
                     seen.add(code >> 1)
                     waiting.append(code >> 1)
         return frozenset(seen)
 
     def results(self, values: Iterable[int]) -> frozenset[int]:
-        """Return every value that was made from some values, and themselves."""
+        """Return every value that was computed from some values, and themselves."""
         seen = set(values)
         waiting = list(seen)
         while waiting:
@@ -466,43 +501,78 @@ class Flow:
         return frozenset(seen)
 
     def is_used(self, values: Iterable[int]) -> bool:
-        """Return whether anything is computed from some values; to be filled is no use."""
+        """Return whether the step computes anything with some values; an update under no_grad is no use of them."""
         readers = {number for value in self.results(values) for number in self.readers.get(value, ())}
         ops = [self.trace.ops[number] for number in readers]
-        return any(op.records or not (op.operator.written or op.operator.view) for op in ops)
+        return any(op.records or not self.behind_losses.isdisjoint(op.outputs) for op in ops)
 
     def is_inside_function(self, op: Op) -> bool:
         """Return whether an operation ran inside the forward of an autograd Function, where nothing is recorded."""
         if op.records:
             return False
-        return op.switch < 0 or "Function.forward" in self.trace.switches[op.switch].by
+        if op.switch < 0:
+            return self.trace.recording_at_start
+        return "Function.forward" in self.trace.switches[op.switch].by
 
-    def cuts(self, start: Iterable[int]) -> list[int]:
-        """Find the operations that cut a value off from the losses that it reaches."""
-        return sorted(self._walk(start)[1])
+    def _is_made_inside_function(self, value: int) -> bool:
+        number = self.maker.get(value)
+        return number is not None and self.is_inside_function(self.trace.ops[number])
 
-    def is_connected(self, start: Iterable[int]) -> bool:
-        """Return whether a gradient finds a way from a loss to any of these values."""
-        return not self.losses.isdisjoint(self._walk(start)[0])
-
-    def _walk(self, start: Iterable[int]) -> tuple[set[int], set[int]]:
-        """Follow what stays connected; give the values on the way and the operations that cut."""
-        behind = self.behind_losses
-        found: set[int] = set()
-        seen = {value for value in start if value in behind}
-        waiting = list(seen)
+    @cached_property
+    def _live(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the values that a gradient comes back to, and the unconnected ones that are read right beside them."""
+        live, beside = set(self.losses), set()
+        waiting = list(live)
         while waiting:
             value = waiting.pop()
-            for number in self.readers.get(value, ()):
-                op = self.trace.ops[number]
-                if 2 * value + 1 not in op.inputs:
-                    continue
-                if self.is_cut(op):
+            number = self.maker.get(value)
+            if number is None:
+                continue
+            op = self.trace.ops[number]
+            inside = self.is_inside_function(op)
+            if not (value in self.connected or (inside and value in self._behind_rejoined)):
+                beside.add(value)
+                continue
+            for code in op.inputs:
+                read = code >> 1
+                if not (code & 1 or (inside and self._is_made_inside_function(read))):
+                    beside.add(read)
+                elif read not in live:
+                    live.add(read)
+                    waiting.append(read)
+        return frozenset(live), frozenset(beside)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Return the operations that cut something off from the losses: on each path the one nearest to the loss."""
+        seen = set(self._live[1])
+        waiting, found = list(seen), set()
+        while waiting:
+            number = self.maker.get(waiting.pop())
+            for code in self.trace.ops[number].inputs if number is not None else ():
+                if code & 1:
                     found.add(number)
-                for result in self._onward(op) - seen:
-                    seen.add(result)
-                    waiting.append(result)
-        return seen, found
+                elif code >> 1 not in seen:
+                    seen.add(code >> 1)
+                    waiting.append(code >> 1)
+        return tuple(sorted(number for number in found if number is not None))
+
+    def cuts_of(self, values: Iterable[int]) -> list[int]:
+        """Return the cuts of some values, the one nearest to the loss first."""
+        values = set(values)
+        return [number for number in reversed(self.cuts) if not values.isdisjoint(self._before_cut[number])]
+
+    @cached_property
+    def _before_cut(self) -> dict[int, frozenset[int]]:
+        """Return for each cut the values whose gradient it stops."""
+        return {
+            number: self.sources((code >> 1 for code in self.trace.ops[number].inputs if code & 1), connected=True)
+            for number in self.cuts
+        }
+
+    def is_connected(self, values: Iterable[int]) -> bool:
+        """Return whether a gradient comes back from a loss to any of these values."""
+        return not self._live[0].isdisjoint(values)
 
     def is_cut(self, op: Op) -> bool:
         """Return whether an operation cuts."""
@@ -513,18 +583,9 @@ class Flow:
 
     @cached_property
     def _behind_rejoined(self) -> frozenset[int]:
-        """Return every value that the result of a Function was made from, where a loss was made from that."""
+        """Return every value that the result of a Function was computed from, if a loss was computed from that."""
         return self.sources(self.behind_losses.intersection(self.trace.rejoined))
 
-    def _onward(self, op: Op) -> set[int]:
-        """Return what is connected of an operation's results; inside a Function, the Function's own results."""
-        results = {value for value in op.outputs if value in self.behind_losses}
-        onward = {value for value in results if value in self.connected}
-        loose = results - onward
-        if loose and self.is_inside_function(op):
-            onward |= self.results(loose) & set(self.trace.rejoined) & self.behind_losses
-        return onward
-
     def reaches_loss(self, start: Iterable[int]) -> bool:
-        """Return whether a loss was made from any of these values, connected or not."""
-        return any(value in self.behind_losses for value in start)
+        """Return whether a loss was computed from any of these values, connected or not."""
+        return not self.behind_losses.isdisjoint(start)

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradgate._patches import Patches
-from gradgate._source import Location, is_foreign, locate
+from gradgate._source import Location, Owner, is_foreign, locate
 from gradgate._text import text_of
 from gradgate._torch_compat import (
     MODULE_HOOKS,
@@ -42,6 +42,7 @@ from gradgate.doctor._trace import (
     Backward,
     Call,
     Escape,
+    Freeze,
     Op,
     OptimizerStep,
     Overwrite,
@@ -78,7 +79,7 @@ class Running:
 
     def begin(self, module: torch.nn.Module, trace: Trace) -> None:
         """Record that a module begins."""
-        outer = self.call
+        outer, location = self.call, None if self._modules else locate(sys._getframe(2), Owner.USER)
         self._modules.append(module)
         again = bool(trace.backwards) and trace.backwards[-1].running  # a checkpoint that computes once more
         if again or (self.drawn is not None and id(module) not in self.drawn):
@@ -87,7 +88,7 @@ class Running:
         if outer >= 0:
             trace.calls[outer].leaf = False
         self._calls.append(len(trace.calls))
-        trace.calls.append(Call(module))
+        trace.calls.append(Call(module, outer, module.training, location))
 
     def end(self) -> None:
         """Record that the innermost module ends."""
@@ -130,12 +131,13 @@ class Saving:
         self.trace = trace
         self._spot = location
         self._writes: defaultdict[int, list[tuple[int, Write]]] = defaultdict(list)
+        self._older: defaultdict[int, list[tuple[int, Write]]] = defaultdict(list)
         self._clock = 0
 
     def forget(self, trace: Trace) -> None:
-        """Begin a new trace."""
+        """Begin a new trace; a backward of the next step may still need what the last one wrote to."""
         self.trace = trace
-        self._writes.clear()
+        self._older, self._writes = self._writes, defaultdict(list)
 
     def log_write(self, tensor: torch.Tensor, name: str, location: Location | None, by_optimizer: bool) -> None:
         """Record that memory was written to."""
@@ -167,7 +169,7 @@ class Saving:
         region = region_of(saved.tensor)
         moved = saved.tensor._version != saved.version
         with undispatched():
-            for clock, write in self._writes.get(region.storage, ()):
+            for clock, write in self._older.get(region.storage, []) + self._writes.get(region.storage, []):
                 if clock > saved.writes and (moved or overlaps(write.region, region)):
                     return write
         return None
@@ -199,6 +201,7 @@ class Reuse:
     def __init__(self) -> None:
         self._used: dict[int, list[tuple[int, weakref.ref[torch.Tensor]]]] = {}
         self._zeroed: set[int] = set()
+        self._zeroed_since_backward: set[int] = set()
         self._at_start: list[tuple[int, weakref.ref[torch.Tensor]]] = []
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -208,6 +211,15 @@ class Reuse:
     def zero(self, gradient: torch.Tensor) -> None:
         """Record that a tensor was zeroed."""
         self._zeroed.add(region_of(gradient).storage)
+        self._zeroed_since_backward.add(region_of(gradient).storage)
+
+    def is_zeroed(self, gradient: torch.Tensor | None) -> bool:
+        """Return whether a gradient is gone, or was zeroed since the last backward."""
+        return gradient is None or region_of(gradient).storage in self._zeroed_since_backward
+
+    def refill(self) -> None:
+        """Record that a backward pass has run: what was zeroed before it has a gradient again."""
+        self._zeroed_since_backward.clear()
 
     def use(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         """Record that an optimizer uses the gradients of its parameters."""
@@ -251,13 +263,17 @@ class Tracer:
         self.off_switch = -1
         self.off_switches: list[int] = []
         self.call = ""
+        self.cleared: Location | None = None
+        self.frozen: dict[int, tuple[weakref.ref[torch.Tensor], Freeze]] = {}
+        self.unfrozen: set[int] = set()
         self._step_frame: FrameType | None = None
         self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Location | None]] = {}
         self.late_backward: Backward | None = None
         self.active = False
         self.running = Running()
-        self.before_step: list[Callable[[torch.optim.Optimizer], None]] = []
-        self.after_step: list[Callable[[torch.optim.Optimizer], None]] = []
+        self.before_step: list[Callable[[torch.optim.Optimizer | None], None]] = []
+        self.after_step: list[Callable[[torch.optim.Optimizer | None], None]] = []
+        self._dormant = self._stepping = False
         self._calls = _Calls(self)
         self._operations = _Operations(self)
         self.patches = Patches()
@@ -276,7 +292,14 @@ class Tracer:
 
     def uninstall(self) -> None:
         """Take the hooks away."""
+        self._wake()
         self.patches.undo()
+
+    def _wake(self) -> None:
+        """Leave the modes of a tracer that was paused inside of an operation, as soon as that is possible."""
+        if self._dormant and self.can_pause():
+            self._dormant = False
+            self.leave_modes()
 
     def resume(self) -> None:
         """Begin to trace this thread. It may be called from inside a hook, and so may `pause`."""
@@ -284,12 +307,15 @@ class Tracer:
             push_saved_tensors_hooks(self.saving.pack, self.saving.unpack)
         self.trace.recording_at_start = torch.is_grad_enabled()
         self.active = True
-        self.enter_modes()
+        if not self._dormant:
+            self.enter_modes()
+        self._dormant = False
 
     def pause(self) -> None:
         """Trace no longer; may be called again where an interrupt has broken it off."""
         self.active = False
         self.trace.recording_at_end = torch.is_grad_enabled()
+        self._dormant = self._step_frame is None and not self.can_pause()
         self.leave_modes()
         self._step_frame = None
         self.running.forget()
@@ -371,7 +397,7 @@ class Tracer:
         inputs: list[torch.Tensor] = []
         codes: list[int] = []
         read = self.values.read
-        for argument in (*args, *kwargs.values()) if kwargs else args:
+        for argument in () if operator.shape_only else (*args, *kwargs.values()) if kwargs else args:
             if isinstance(argument, _Tensor):
                 inputs.append(argument)
                 read(argument, codes)
@@ -409,7 +435,22 @@ class Tracer:
         )
         if not operator.view and not operator.silent:
             self.nonfinite.look(operator, number, args, kwargs, inputs, result, outputs, bad_before)
+        if operator.written_names and node is None and self._updates_by_hand(operator.targets(args, kwargs)):
+            self._end_step_by_hand(location)
         return result
+
+    def _updates_by_hand(self, written: Iterable[torch.Tensor]) -> bool:
+        """Return whether a write after backward changes a leaf that has a gradient: an update without an optimizer."""
+        if self._stepping or not self.trace.backwards or self.trace.backwards[-1].running:
+            return False
+        leaves = [root.tensor for root in self.trace.roots.values() if root.leaf and root.requires_grad]
+        updated = {region_of(leaf).storage for leaf in leaves if leaf is not None and leaf.grad is not None}
+        return any(region_of(tensor).storage in updated for tensor in written)
+
+    def _end_step_by_hand(self, location: Location | None) -> None:
+        self.trace.updated_by_hand = location
+        for listener in (*self.before_step, *self.after_step):
+            listener(None)
 
     def _results(
         self,
@@ -446,6 +487,7 @@ class Tracer:
             written.append(target)
             if operator.zeroes:
                 self.reuse.zero(target)
+                self.cleared = location
         self.trace.scaled |= operator.unscales
         return written
 
@@ -470,6 +512,7 @@ class Tracer:
 
     def _module_begins(self, module: torch.nn.Module, inputs: Any) -> None:
         if not self.active:
+            self._wake()
             return
         self._after_a_failed_step()
         if self.running.module is None:
@@ -488,7 +531,7 @@ class Tracer:
     def _after_a_failed_step(self) -> None:
         """Look again if an optimizer raised in its step and the user went on."""
         if self._step_frame is not None and not self._is_inside_step():
-            self._step_frame = None
+            self._step_frame, self._stepping = None, False
             self.enter_modes()
 
     def _is_inside_step(self) -> bool:
@@ -504,14 +547,18 @@ class Tracer:
         if self._step_frame is not None:  # a subclass whose step calls the step of its base
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        location, idle = locate(sys._getframe(1)), all(parameter.grad is None for parameter in held)
+        location = locate(sys._getframe(1))
+        idle = all(self.reuse.is_zeroed(parameter.grad) for parameter in held)
         closure = len(args) + len(kwargs) > 1
-        backwards, (again, old) = len(self.trace.backwards), (0, 0) if closure else self.reuse.use(optimizer)
+        again, old = (0, 0) if closure else self.reuse.use(optimizer)
         self.trace.optimizer_steps.append(
-            OptimizerStep(optimizer, location, backwards, idle and not closure, again, old)
+            OptimizerStep(
+                optimizer, location, len(self.trace.backwards), idle and not closure, again, old, self.cleared
+            )
         )
         for listener in self.before_step:
             listener(optimizer)
+        self._stepping = True
         # A closure runs the user's own code inside the step; else there is nothing to see but the writing itself.
         if closure or not self.can_pause():
             return
@@ -522,6 +569,7 @@ class Tracer:
                 self.saving.log_write(parameter, "optimizer.step()", location, by_optimizer=True)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping = False
         if self._step_frame is sys._getframe(1):
             self._step_frame = None
             self.enter_modes()
@@ -593,13 +641,29 @@ def _escape(kind: str) -> Handler:
     """Make a handler that notes that a value leaves torch."""
 
     def handler(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor = args[0]
-        value = tracer.values.of(tensor)
         trace = tracer.trace
-        trace.escapes.append(Escape(kind, value, tracer.here(), len(trace.ops)))
+        for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+            if isinstance(tensor, _Tensor):
+                value, where = tracer.values.of(tensor), tracer.here()
+                trace.escapes.append(Escape(kind, value, where, len(trace.ops), tensor.is_floating_point()))
         return _named(kind)(tracer, func, args, kwargs)
 
     return handler
+
+
+def _set_requires_grad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, on = args[0], bool((*args[1:], *kwargs.values(), True)[0])
+    if on and tracer.frozen.pop(id(tensor), None) is not None:
+        tracer.unfrozen.add(id(tensor))
+    elif not on and tensor.requires_grad:
+        tracer.frozen[id(tensor)] = (weakref.ref(tensor), Freeze(tracer.here(), id(tensor) in tracer.unfrozen))
+    return func(*args, **kwargs)
+
+
+def _set_gradient(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[1] is None and args[0].grad is not None:
+        tracer.cleared = tracer.here()
+    return func(*args, **kwargs)
 
 
 def _detach_in_place(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -651,15 +715,16 @@ CALLS: dict[Any, Handler] = {
     torch.Tensor.data.__get__: _named("data"),  # type: ignore[attr-defined]
     torch.Tensor.detach: _named("detach"),
     torch.Tensor.detach_: _detach_in_place,
-    torch.tensor: _named("torch.tensor"),
+    torch.tensor: _escape("torch.tensor"),  # of a tensor, or of a list of them
     torch.Tensor.item: _escape("item"),
     torch.Tensor.tolist: _escape("tolist"),
     torch.Tensor.numpy: _escape("numpy"),
     torch.Tensor.__array__: _escape("numpy"),
     torch.Tensor.__float__: _escape("float"),
     torch.Tensor.__int__: _escape("int"),
-    torch.Tensor.requires_grad_: _escape("requires_grad_"),
-    torch.Tensor.requires_grad.__set__: _escape("requires_grad"),  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _set_requires_grad,
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__: _set_gradient,  # type: ignore[union-attr]
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _grad,
     write_grad_mode: _switch,

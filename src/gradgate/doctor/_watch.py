@@ -278,7 +278,7 @@ class Watch:
             except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
                 raised = error
             self._replaying = False
-            return examination.conclude(raised)
+            return examination.diagnosis(raised)
 
         try:
             self._replaying = True

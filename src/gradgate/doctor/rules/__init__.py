@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from gradgate._source import locate_traceback
 from gradgate._text import text_of
@@ -24,7 +25,7 @@ from gradgate.doctor.rules._modes import (
     find_written_modes,
 )
 from gradgate.doctor.rules._nonfinite import find_nonfinite, find_traps
-from gradgate.doctor.rules._optimizer import find_optimizer_faults
+from gradgate.doctor.rules._optimizer import find_optimizer_faults, find_unregistered
 from gradgate.records import Finding
 
 # --- a step that raised, or never called backward ---------------------------------------------------------------------
@@ -111,16 +112,69 @@ _ALWAYS: tuple[Rule, ...] = (
     find_written_modes,
     find_eval_left_on,
     find_statistics,
+    find_unregistered,
     find_optimizer_faults,
 )
 
 
 def apply_rules(case: Case) -> tuple[Finding, ...]:
-    """Return what all rules find in a step, the worst first."""
+    """Return what all rules find in a step, in the order of time; `fold` brings the worst to the front."""
     findings = [finding for rule in _ON_ERRORS for finding in rule(case)]
     if case.exception is not None and not any(finding.severity == "error" for finding in findings):
         findings += find_raised(case)
     findings += [finding for rule in _ALWAYS for finding in rule(case)]
     harmful = {place for f in findings if f.code == "GG502" for place in (f.where, *f.also)}
-    kept = dict.fromkeys(f for f in findings if not (f.code == "GG501" and harmful & {f.where, *f.also}))
+    return tuple(dict.fromkeys(f for f in findings if not (f.code == "GG501" and harmful & {f.where, *f.also})))
+
+
+# --- one cause, one finding -------------------------------------------------------------------------------------------
+
+# The first finding on the left explains those on the right: the beginnings of "code severity".
+_EXPLAINS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("GG907",), ("GG4", "GG307", "GG302", "GG303", "GG002")),
+    (("GG104", "GG801"), ("GG201", "GG101", "GG103", "GG904", "GG806", "GG905")),
+    (("GG901", "GG908"), ("GG902 warning", "GG904")),
+    (("GG902",), ("GG102", "GG901", "GG904", "GG905", "GG103")),
+    (("GG4", "GG502"), ("GG4", "GG002", "GG307")),
+    (("GG6", "GG7", "GG804"), ("GG002",)),
+    (("GG201",), ("GG904", "GG905", "GG806")),
+    (("GG101", "GG102"), ("GG904", "GG002", "GG905")),
+    (("GG30",), ("GG306",)),
+    (("GG905",), ("GG903",)),
+)
+
+
+def fold(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Leave one finding for each cause, with its consequences in it, the worst first."""
+    kept = list(dict.fromkeys(findings))
+    for causes, effects in _EXPLAINS:
+        cause = next((f for f in kept if _matches(f, causes)), None)
+        if cause is not None:
+            kept = _folded(kept, cause, [f for f in kept if _matches(f, effects)])
+    for cause in list(kept):
+        if cause in kept:
+            kept = _folded(kept, cause, [f for f in kept if _is_same(cause, f)])
     return tuple(sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def _matches(finding: Finding, beginnings: tuple[str, ...]) -> bool:
+    return finding.severity != "info" and f"{finding.code} {finding.severity}".startswith(beginnings)
+
+
+def _is_same(cause: Finding, other: Finding) -> bool:
+    """Return whether a finding says the same again: at the same line, or the same note for another layer."""
+    if cause.code == other.code:
+        return cause.severity == "info" == other.severity or cause.where == other.where is not None
+    return other.severity == "warning" and cause.severity == "error" and cause.where in other.also
+
+
+def _folded(kept: list[Finding], cause: Finding, effects: list[Finding]) -> list[Finding]:
+    effects = [effect for effect in effects if effect is not cause]
+    if not effects:
+        return kept
+    lines = [f"{effect.code}: {effect.title}{f' ({effect.where})' if effect.where else ''}" for effect in effects]
+    severity = min((f.severity for f in (cause, *effects)), key=SEVERITIES.index)
+    # The same line in two modules, or in two steps, is told once.
+    told = dict.fromkeys((*cause.consequences, *(line for line in lines if cause.title not in line)))
+    folded = replace(cause, severity=severity, consequences=tuple(told))
+    return [folded if f is cause else f for f in kept if f is cause or f not in effects]

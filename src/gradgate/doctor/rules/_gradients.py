@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from gradgate._names import listed
 from gradgate._source import Location, SourceLine, definition, region_header
-from gradgate.doctor._case import Case, finding_at, module_of_names
+from gradgate._torch_compat import undispatched
+from gradgate.doctor._case import Case, Unused, finding_at, module_of_names
+from gradgate.doctor._numerics import is_readable, norm_of
 from gradgate.doctor._trace import Escape, Op, ZeroGradient
 from gradgate.records import Finding, Severity
 
@@ -19,6 +22,7 @@ from gradgate.records import Finding, Severity
 
 
 Cut = tuple[str, Location | SourceLine | None, Location | None]
+_ON_PURPOSE = ("detach", "data", "no_grad", "inference_mode")
 
 
 _COMPARISONS = {
@@ -103,7 +107,11 @@ _CUTS: dict[str, tuple[str, str]] = {
 
 def find_cuts(case: Case) -> Iterator[Finding]:
     """Explain every parameter that ought to learn and got no gradient."""
-    if not case.trace.backwards or case.exception is not None or case.trace.functional:
+    passes = case.trace.backwards
+    if not passes or case.trace.functional:
+        return
+    # An update by hand that meets a gradient of None raises; what took the gradient away comes first.
+    if case.exception is not None and not (passes[-1].completed and "NoneType" in str(case.exception)):
         return
     yield from _frozen(case)
     lost = {name: p for name, p in case.parameters.items() if p.requires_grad and _is_lost(case, p)}
@@ -115,38 +123,55 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
     errors = [e for e in case.errors if "does not require grad and does not have a grad_fn" in e.text]
     if not errors or not case.trace.backwards:
         return
-    severity = case.severity_of(errors[-1])
+    title = "the loss is not connected to any parameter: element 0 of tensors does not require grad"
+    severity, backward = case.severity_of(errors[-1]), case.trace.backwards[errors[-1].backward].location
     learners = {name: p for name, p in case.parameters.items() if p.requires_grad}
-    causes = list(explain_parameters(case, learners))
-    cuts = [cause for cause in causes if cause.code == "GG101"]
-    backward = case.trace.backwards[errors[-1].backward].location
+    frozen = [name for name, p in case.parameters.items() if not p.requires_grad]
+    used = [n for n in frozen if _is_read_after_cuts(case, case.parameters[n])]
+    switched = [case.frozen_at[id(case.parameters[n])] for n in used if id(case.parameters[n]) in case.frozen_at]
+    if switched or (frozen and not learners):
+        yield finding_at(
+            switched[0].location if switched else backward,
+            "GG201",
+            severity,
+            title,
+            reason=f"{listed(used or frozen, 4)} {_are(used or frozen)} frozen: requires_grad is False"
+            + (", switched off at this line and not on again." if switched else "."),
+            fix="model.requires_grad_(True)     # before the step that trains it",
+            module=module_of_names(used or frozen),
+            also=[backward],
+        )
+        return
+    cuts = [cause for cause in explain_parameters(case, learners) if cause.code == "GG101"]
     if cuts:
         first = cuts[0]
         yield Finding(
             code="GG201",
             severity=severity,
-            title="the loss is not connected to any parameter: element 0 of tensors does not require grad",
+            title=title,
             where=first.where,
             source=first.source,
             module=first.module,
-            reason=f"Every way from the parameters to the loss is cut. Here: {first.reason}",
+            reason=f"Every path from the parameters to the loss is cut. Here: {first.reason}",
             fix=first.fix,
             also=(*((backward.text,) if backward else ()), *(cut.where for cut in cuts[1:] if cut.where)),
         )
         return
-    frozen = case.parameters and not learners
     yield finding_at(
         backward,
         "GG201",
         severity,
-        "the loss is not connected to any parameter: element 0 of tensors does not require grad",
-        reason="All parameters are frozen (requires_grad is False)."
-        if frozen
-        else "No tensor that requires grad takes part in the loss.",
-        fix="model.requires_grad_(True)"
-        if frozen
-        else "loss = loss_fn(model(x), y)     # computed from the model's output",
+        title,
+        reason="No tensor that requires grad takes part in the loss.",
+        fix="loss = loss_fn(model(x), y)     # computed from the model's output",
     )
+
+
+def _is_read_after_cuts(case: Case, parameter: torch.Tensor) -> bool:
+    """Return whether a loss was computed from a parameter, and nearer to the loss than any cut."""
+    values = case.values_of.get(id(parameter), [])
+    last = max((number for value in values for number in case.flow.readers.get(value, ())), default=-1)
+    return case.flow.reaches_loss(values) and last > max(case.flow.cuts, default=-1)
 
 
 def _is_lost(case: Case, parameter: torch.Tensor) -> bool:
@@ -157,26 +182,27 @@ def _is_lost(case: Case, parameter: torch.Tensor) -> bool:
         # Only torch.autograd.grad was called: what was asked for and not given.
         return any(id(parameter) in backward.missing for backward in passes)
     gradient = case.gradient(parameter)
-    if gradient.present and gradient.zero:
-        # zero_grad(set_to_none=False) leaves zeros where no gradient arrives.
-        return not case.flow.is_connected(case.values_of.get(id(parameter), []))
-    return not gradient.present
+    if gradient.present and not gradient.zero:
+        return False
+    connected = case.flow.is_connected(case.values_of.get(id(parameter), []))
+    # zero_grad(set_to_none=False) leaves zeros if no gradient arrives; zero_grad() after backward takes all away.
+    return not connected if gradient.present or case.is_cleared else True
 
 
 def _frozen(case: Case) -> Iterator[Finding]:
     frozen = [name for name, p in case.parameters.items() if not p.requires_grad]
     if not frozen:
         return
-    switched = {e.value: e for e in case.trace.escapes if e.kind in ("requires_grad_", "requires_grad")}
-    here = [switched[v] for n in frozen for v in case.values_of.get(id(case.parameters[n]), []) if v in switched]
+    switched = [case.frozen_at[id(p)] for name in frozen if id(p := case.parameters[name]) in case.frozen_at]
     everything = len(frozen) == len(case.parameters)
+    again = [switch for switch in switched if switch.again or case.one_step]
     yield finding_at(
-        here[0].location if here else None,
+        switched[0].location if switched else None,
         "GG104",
-        "error" if everything else "warning" if here else "info",
-        f"{'all parameters are' if everything else listed(frozen, 4) + (' is' if len(frozen) == 1 else ' are')} frozen",
+        "error" if everything else "warning" if again else "info",
+        f"{'all parameters are' if everything else f'{listed(frozen, 4)} {_are(frozen)}'} frozen",
         reason="requires_grad is False, so no gradient is computed for it."
-        + (" It was switched off here, during the step." if here else ""),
+        + (" This line switched it off, and no line switched it on again before the step." if switched else ""),
         fix="parameter.requires_grad_(True)     # if it ought to learn",
         module=module_of_names(frozen),
     )
@@ -185,72 +211,158 @@ def _frozen(case: Case) -> Iterator[Finding]:
 def explain_parameters(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Finding]:
     """Say why parameters get no gradient."""
     by_cut: defaultdict[Cut, list[str]] = defaultdict(list)
-    by_escape: defaultdict[Escape, list[str]] = defaultdict(list)
     unused, aside, refused = [], [], []
     for name, parameter in lost.items():
         values = case.values_of.get(id(parameter), [])
-        cuts = case.flow.cuts(values)
+        cuts = case.flow.cuts_of(values)
         if not case.flow.is_used(values):
             unused.append(name)
         elif cuts:
-            for number in cuts:
-                by_cut[cut_of(case, case.trace.ops[number])].append(name)
-        elif case.flow.reaches_loss(values):
+            for cut in _decisive([cut_of(case, case.trace.ops[number]) for number in cuts]):
+                by_cut[cut].append(name)
+        elif case.flow.is_connected(values):
             refused.append(name)
         elif (escape := _escape_of(case, values)) is not None:
-            by_escape[escape].append(name)
+            by_cut[escape.kind, escape.location, None].append(name)
         else:
             aside.append(name)
-    yield from _cut_findings(case, by_cut, by_escape)
+    yield from _cut_findings(case, by_cut)
     yield from _refused_by_function(case, refused)
     if aside:
         yield _aside(case, aside)
-    if unused:
-        yield finding_at(
-            None,
-            "GG102",
-            "warning",
-            f"{listed(unused, 4)} {'is' if len(unused) == 1 else 'are'} not used in this step",
-            reason="No operation of the step reads it, so it gets no gradient and does not learn.",
-            fix="use it in forward(), or take it out of the model: gg.freeze(model, "
-            + ", ".join(repr(name) for name in unused[:2])
-            + ")",
-            module=module_of_names(unused),
-        )
+    found = [Unused(n, lost[n], case.call_of(lost[n]), _is_routed(case, n)) for n in unused]
+    if case.one_step:
+        yield from unused_findings(found)
+    else:  # another step may use it
+        case.unused.extend(found)
+
+
+def unused_findings(unused: list[Unused]) -> Iterator[Finding]:
+    """Say that parameters are not used; an expert that got no sample in this step is no fault."""
+    for routed in (False, True):
+        group = [entry for entry in unused if entry.routed is routed]
+        names = [entry.name for entry in group]
+        shown = [repr(name) for name in names]
+        if group:
+            yield finding_at(
+                group[0].location,
+                "GG102",
+                "info" if routed else "warning",
+                f"{listed(names, 4)} {_are(names)} not used in this step",
+                reason="Others of the same list are used: the samples of this step were routed to them."
+                if routed
+                else "No operation of the step reads it, so it gets no gradient and does not learn.",
+                fix=""
+                if routed
+                else f"use it in forward(), or take it out of the model: gg.freeze(model, {listed(shown, 2)})",
+                module=module_of_names(names),
+            )
+
+
+_ROUTING = {"topk", "max", "argmax", "sort", "argsort", "multinomial", "nonzero", "kthvalue"}
+
+
+def _is_routed(case: Case, name: str) -> bool:
+    """Return whether a sibling in the same list learned, and the step chose something by learned scores."""
+    parts, own = name.split("."), case.parameters[name]
+    for position, part in enumerate(parts):
+        if not part.isdigit() or isinstance(own, UninitializedParameter):
+            continue
+        for other, parameter in case.parameters.items():
+            there = other.split(".")
+            sibling = len(there) == len(parts) and there[position].isdigit() and there[position] != part
+            same = sibling and parts[:position] + parts[position + 1 :] == there[:position] + there[position + 1 :]
+            if same and case.gradient(parameter).present and parameter.numel() == own.numel():
+                return any(op.operator.name in _ROUTING and any(c & 1 for c in op.inputs) for op in case.trace.ops)
+    return False
+
+
+def _decisive(cuts: list[Cut]) -> list[Cut]:
+    """Leave out a mask or an index computed from a value, if the value itself is cut off as well."""
+    return [cut for cut in cuts if cut[0] not in ("comparison", "argmax", "integer", "operator")] or cuts
+
+
+def _targets(case: Case, names: list[str]) -> list[str]:
+    """Return those names that belong to a copy of a module that learns (a target network of BYOL, DQN, MoCo).
+
+    A copy has the shapes and, up to a moving average, the values of the module that learns, and that module does not
+    compute with what the copy gives.
+    """
+    copies: dict[str, bool] = {}
+    owner: dict[str, str] = {}
+    for name in names:
+        twins = [twin for other in case.parameters if (twin := _twin_prefix(case, name, other)) is not None]
+        if twins:
+            owner[name] = twins[0]
+            copies.setdefault(twins[0], True)
+        for prefix in copies if not twins and case.parameters[name].dim() > 1 else ():
+            copies[prefix] &= not name.startswith(f"{prefix}.")
+    return [name for name in names if name in owner and copies[owner[name]]]
+
+
+def _twin_prefix(case: Case, name: str, other: str) -> str | None:
+    """Return the path of the module that a parameter belongs to, if another parameter is its counterpart elsewhere."""
+    one, two = case.parameters[name], case.parameters[other]
+    parts, others = name.split("."), other.split(".")
+    differing = [i for i, (x, y) in enumerate(zip(parts, others, strict=False)) if x != y]
+    alike = len(parts) == len(others) and len(differing) == 1 and differing[0] < len(parts) - 1
+    if not (alike and case.gradient(two).present and one.shape == two.shape):
+        return None
+    with undispatched(), torch.no_grad():
+        if not (is_readable(one) and is_readable(two)) or (one.dim() > 1 and norm_of(one - two) > 0.5 * norm_of(two)):
+            return None
+    results = case.flow.results(case.values_of.get(id(one), []))
+    readers = [n for value in case.values_of.get(id(two), []) for n in case.flow.readers.get(value, ())]
+    if any(code >> 1 in results for number in readers for code in case.trace.ops[number].inputs):
+        return None
+    return ".".join(parts[: differing[0] + 1])
 
 
 def _severity(case: Case) -> Severity:
     return "error" if case.known_model else "warning"
 
 
-def _cut_findings(
-    case: Case,
-    by_cut: dict[Cut, list[str]],
-    by_escape: dict[Escape, list[str]],
-) -> Iterator[Finding]:
+def _cut_findings(case: Case, by_cut: dict[Cut, list[str]]) -> Iterator[Finding]:
     merged: dict[tuple[str, str | None], tuple[Location | SourceLine | None, list[Location | None], list[str]]] = {}
-    for (way, where, inner), names in by_cut.items():
-        key = (way, where.text if where is not None else None)
-        entry = merged.setdefault(key, (where, [], []))
+    for (kind, where, inner), names in by_cut.items():
+        entry = merged.setdefault((kind, where.text if where is not None else None), (where, [], []))
         entry[1].append(inner)
         entry[2].extend(name for name in names if name not in entry[2])
-    for escape, names in by_escape.items():
-        left = escape.location
-        merged.setdefault((escape.kind, left.text if left is not None else None), (left, [], names))
-    for (way, _), (where, inside, names) in merged.items():
-        why, fix = _CUTS[way]
-        # Nobody said what ought to learn: another network under no_grad may well be a teacher.
-        meant = way in ("no_grad", "inference_mode") and not case.known_model
-        yield finding_at(
-            where,
-            "GG101",
-            "info" if meant and any(case.gradient(p).present for p in case.parameters.values()) else _severity(case),
-            f"{listed(names, 4)} {_gets(names)} no gradient: cut at `{_short(where)}`",
-            reason=f"The loss is computed from {'it' if len(names) == 1 else 'them'}, but {why}",
-            fix=fix,
-            module=module_of_names(names),
-            also=inside,
-        )
+    for (kind, _), (where, inside, names) in merged.items():
+        targets = _targets(case, names) if kind in _ON_PURPOSE else []
+        for group in ([name for name in names if name not in targets], targets):
+            if group:
+                yield _cut_finding(case, kind, where, inside, group, on_purpose=group is targets)
+
+
+def _cut_finding(
+    case: Case,
+    kind: str,
+    where: Location | SourceLine | None,
+    inside: list[Location | None],
+    names: list[str],
+    on_purpose: bool,
+) -> Finding:
+    why, fix = _CUTS[kind]
+    learned = any(case.gradient(p).present for p in case.parameters.values())
+    # Nobody said what ought to learn: another network under no_grad may well be a teacher.
+    on_purpose |= kind in ("no_grad", "inference_mode") and not case.known_model and learned
+    them = "it" if len(names) == 1 else "them"
+    return finding_at(
+        where,
+        "GG101",
+        "info" if on_purpose else _severity(case),
+        f"{listed(names, 4)} {_gets(names)} no gradient: cut at `{_short(where)}`",
+        reason=f"The loss is computed from {them}, but {why}"
+        + (" That is as it should be for a target network, the copy of one that learns." if on_purpose else ""),
+        fix="" if on_purpose else fix,
+        module=module_of_names(names),
+        also=inside,
+    )
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _gets(names: list[str]) -> str:
@@ -302,12 +414,13 @@ def _region_of(case: Case, op: Op, where: Location | None) -> Cut:
 def _escape_of(case: Case, values: list[int]) -> Escape | None:
     """Find where values left torch, if something that came from outside later entered the loss."""
     made = case.flow.results(values)
-    brought = [value for value in case.flow.behind_losses if value in case.trace.roots]
+    brought = [value for value in case.flow.behind_losses if value in case.trace.roots and value not in made]
     last = max((case.flow.readers[value][0] for value in brought if case.flow.readers.get(value)), default=-1)
-    ways = ("item", "float", "int", "tolist", "numpy")
-    left = [e for e in case.trace.escapes if e.value in made and e.kind in ways and e.after <= last]
+    end = case.trace.backwards[-1].after if case.trace.backwards else len(case.trace.ops)
+    left = [e for e in case.trace.escapes if e.value in made and e.kind in _CUTS and e.after <= end]
     # A number in a formula (`x * h.item()`) comes in with the operation itself, not with a tensor.
-    return left[0] if left else next((e for e in case.trace.escapes if e.value in made and e.kind in ways), None)
+    entered = [e for e in left if e.after <= last] or left
+    return next((e for e in reversed(entered) if e.floating), entered[-1] if entered else None)
 
 
 def _refused_by_function(case: Case, names: list[str]) -> Iterator[Finding]:
@@ -345,12 +458,12 @@ def _aside(case: Case, names: list[str]) -> Finding:
             if number is not None and (last is None or number > last):
                 last = number
     where = case.trace.ops[last].location if last is not None else None
-    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
+    them = "it" if len(names) == 1 else "them"
     return finding_at(
         where,
         "GG103",
         "warning",
-        f"{listed(names, 4)} {verb} used, but the loss does not depend on {them}",
+        f"{listed(names, 4)} {_are(names)} used, but the loss does not depend on {them}",
         reason="What is computed from it ends here; it never enters the loss, so it gets no gradient.",
         fix="loss = loss + weight * auxiliary_loss     # or leave the computation out",
         module=module_of_names(names),
@@ -431,9 +544,11 @@ def find_zeros(case: Case) -> Iterator[Finding]:
         if case.gradient(p).present and case.gradient(p).zero and p.requires_grad and p.numel()
     }
     blamed: defaultdict[ZeroGradient, list[str]] = defaultdict(list)
+    # Gradients that came by several paths and cancel each other (a bias under D(fake) - D(real)) are no fault.
+    cancelled = set().union(*(backward.leaves_with_gradient() for backward in case.trace.backwards)) if idle else set()
     for name, parameter in idle.items():
         values = set(case.values_of.get(id(parameter), []))
-        if not flow.is_connected(values):
+        if not flow.is_connected(values) or id(parameter) in cancelled:
             continue
         births = [z for z in case.trace.zeros if z.op >= 0 and values & flow.sources(_inputs_of(case, z))]
         birth = _culprit(case, births)

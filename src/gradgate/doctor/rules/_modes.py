@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 import torch
 
+from gradgate._names import listed
 from gradgate._source import Owner, modes_without_effect, owner_of
 from gradgate.doctor._case import Case, finding_at
-from gradgate.doctor._trace import Op
+from gradgate.doctor._trace import Flow, Op
 from gradgate.records import Finding
 
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 _BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+_MODAL = (*_DROPOUTS, *_BATCHNORMS)
 
 
 def find_recording_off(case: Case) -> Iterator[Finding]:
@@ -91,36 +93,42 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
 
 def find_eval_left_on(case: Case) -> Iterator[Finding]:
     """Find a model that is trained while it is in eval mode."""
-    trace = case.trace
-    learned = any(case.gradient(p).present for p in case.parameters.values())
-    inputs = any(
-        r.leaf and r.requires_grad and not isinstance(r.tensor, torch.nn.Parameter) for r in trace.roots.values()
-    )
-    if not learned or inputs or case.exception is not None:
+    if case.exception is not None:
         return
-    for root in trace.modules:
-        modules = list(root.modules())
-        if any(module.training for module in modules):
+    learners = {id(p) for p in case.parameters.values() if p.requires_grad and case.gradient(p).present}
+    calls, behind = case.trace.calls, case.flow.behind_losses
+    trained = {case.outermost(op.call) for op in case.trace.ops if op.records and not behind.isdisjoint(op.outputs)}
+    for number in sorted(trained - {-1}):
+        root = calls[number]
+        affected = [c for n, c in enumerate(calls) if isinstance(c.module, _MODAL) and case.outermost(n) == number]
+        if root.training or not affected or any(call.training for call in affected):
             continue
-        affected = [m for m in modules if isinstance(m, (*_DROPOUTS, *_BATCHNORMS))]
-        if affected and any(p.requires_grad for p in root.parameters()):
-            first = next((op for op in trace.ops if op.module is not None), None)
-            kinds = sorted({type(m).__name__ for m in affected})
-            yield finding_at(
-                first.location if first is not None else None,
-                "GG805",
-                "warning",
-                f"the model is trained in eval mode: {', '.join(kinds)} stays as it is",
-                reason="After model.eval() dropout drops nothing and BatchNorm uses its stored statistics.",
-                fix="model.train()     # before the training step",
-                module=case.names.of_module(root),
-            )
+        if not any(id(parameter) in learners for parameter in root.module.parameters()) or _takes_learned_input(case):
+            continue
+        kinds = sorted({type(call.module).__name__ for call in affected})
+        yield finding_at(
+            root.location,
+            "GG805",
+            "warning",
+            f"the model is trained in eval mode: {', '.join(kinds)} stays as it is",
+            reason="After model.eval() dropout drops nothing and BatchNorm uses its stored statistics.",
+            fix="model.train()     # before the training step",
+            module=case.names.of_module(root.module),
+        )
+        return
+
+
+def _takes_learned_input(case: Case) -> bool:
+    """Return whether a gradient is wanted for data: a saliency map, an adversarial example."""
+    roots = [root for value, root in case.trace.roots.items() if value in case.flow.behind_losses]
+    return any(r.leaf and r.requires_grad and not isinstance(r.tensor, torch.nn.Parameter) for r in roots)
 
 
 def find_statistics(case: Case) -> Iterator[Finding]:
-    """Find BatchNorm layers that learn their statistics while nothing else learns."""
-    ops = [op for op in case.trace.ops if _moves_statistics(case, op)]
-    if not ops:
+    """Find a validation under no_grad in train mode, which changes the running statistics of BatchNorm."""
+    trained = {id(op.module) for op in case.trace.ops if op.records and op.module is not None} | case.trained_modules
+    ops = [op for op in case.trace.ops if id(op.module) in trained and _moves_statistics(case, op)]
+    if not ops or _is_sampling(case, ops):
         return
     names = dict.fromkeys(case.module(op) or "BatchNorm" for op in ops)
     switch = case.trace.switches[ops[0].switch] if ops[0].switch >= 0 else None
@@ -128,12 +136,20 @@ def find_statistics(case: Case) -> Iterator[Finding]:
         ops[0].location,
         "GG806",
         "warning",
-        f"BatchNorm is in train mode under no_grad: {', '.join(list(names)[:3])} changes its running statistics",
+        f"BatchNorm is in train mode under no_grad: {listed(list(names), 3)} changes its running statistics",
         reason="no_grad stops gradients, not the running mean and variance: the validation data leak into the model.",
         fix="model.eval()     # before validation, and model.train() after it",
         module=next(iter(names)),
         also=[switch.location if switch is not None else None],
     )
+
+
+def _is_sampling(case: Case, ops: list[Op]) -> bool:
+    """Return whether the results leave torch as arrays, as the images of a generator do, and not as a score."""
+    flow = Flow(case.trace, whole=True)
+    made = flow.results(value for op in ops for value in op.outputs)
+    kinds = {escape.kind for escape in case.trace.escapes if escape.value in made}
+    return bool(kinds & {"numpy", "tolist"}) and not kinds & {"item", "float"}
 
 
 def _moves_statistics(case: Case, op: Op) -> bool:

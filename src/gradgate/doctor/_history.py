@@ -1,0 +1,170 @@
+"""A training run over many steps: its losses, its learning rates, and what only several steps together show."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from gradgate._source import Location
+from gradgate._torch_compat import undispatched
+from gradgate.doctor._case import finding_at
+from gradgate.doctor._numerics import is_readable, norm_of
+from gradgate.records import Finding
+
+_WINDOW = 20  # the losses that a loss is compared with
+_RUNS_AWAY = 1e3  # times the recent ones: whatever the update was
+_GROWS = 10.0  # times the recent ones: if the update was larger than half of the weights, or the loss ends as NaN
+_LARGE_UPDATE = 0.5
+
+
+@dataclass
+class _Rates:
+    """The learning rates of one optimizer."""
+
+    location: Location | None
+    steps: int = 0
+    last: float = 0.0
+    largest: float = 0.0
+    scheduled: bool = False
+
+
+@dataclass(frozen=True)
+class Runaway:
+    """A loss that ran away: the update since which it did, and the loss before and after."""
+
+    update: int
+    before: float
+    after: float
+
+
+@dataclass
+class History:
+    """Collects one run."""
+
+    updates: int = 0
+    backwards: int = 0
+    last_backward: Location | None = None
+    last_update: Location | None = None
+    scaled: bool = False
+    largest_move: float = 0.0  # the largest update, relative to the weights
+    _losses: defaultdict[Location | None, list[tuple[int, float | torch.Tensor]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    _rates: dict[int, _Rates] = field(default_factory=dict)
+    _before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def backward(self, loss: float | torch.Tensor | None, location: Location | None) -> None:
+        """Record a backward pass; a tensor is read later, so that nothing waits for it."""
+        self.backwards += 1
+        self.last_backward = location
+        if loss is not None:
+            self._losses[location].append((self.updates, loss))
+
+    def update(self, optimizer: torch.optim.Optimizer | None, location: Location | None) -> None:
+        """Record an update: a step of an optimizer, or one by hand."""
+        self.updates += 1
+        self.last_update = location or self.last_update
+        if optimizer is None:
+            return
+        rates = self._rates.setdefault(id(optimizer), _Rates(location))
+        groups = [group for group in optimizer.param_groups if any(p.grad is not None for p in group["params"])]
+        rates.steps += bool(groups)
+        rates.last = max((float(group.get("lr", math.nan)) for group in groups), default=rates.last)
+        rates.largest = max(rates.largest, abs(rates.last)) if not math.isnan(rates.last) else math.nan
+        rates.scheduled |= any("initial_lr" in group for group in groups)
+
+    def weights_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the weights that an optimizer is about to change."""
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and is_readable(p)]
+        with undispatched(), torch.no_grad():
+            self._before = [(p, p.detach().clone()) for p in held]
+
+    def weights_after(self) -> None:
+        """Measure the update against the weights."""
+        with undispatched(), torch.no_grad():
+            moved = math.hypot(*(norm_of(p - old) for p, old in self._before))
+            size = math.hypot(*(norm_of(old) for _, old in self._before))
+        self._before = []
+        if size and math.isfinite(moved):
+            self.largest_move = max(self.largest_move, moved / size)
+
+    def findings(self, ended: bool) -> Iterator[Finding]:
+        """Yield what only the whole run shows; `ended` says that it came to its own end."""
+        yield from self._never_updated() if ended else ()
+        yield from self._without_rate()
+        yield from self._running_away()
+
+    def _never_updated(self) -> Iterator[Finding]:
+        if self.updates or not self.backwards or self.scaled:
+            return
+        optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+        if any(p.grad is not None for x in optimizers for group in x.param_groups for p in group["params"]):
+            yield finding_at(
+                self.last_backward,
+                "GG905",
+                "error",
+                "optimizer.step() is never called",
+                reason=f"backward() ran {self.backwards} time{'s' * (self.backwards > 1)} and gave gradients to what "
+                "the optimizer holds, but nothing changed the weights.",
+                fix="optimizer.step()     # after loss.backward()",
+            )
+
+    def _without_rate(self) -> Iterator[Finding]:
+        for rates in self._rates.values():
+            if rates.steps and rates.largest == 0 and (rates.steps > 2 or not rates.scheduled):
+                yield finding_at(
+                    rates.location,
+                    "GG906",
+                    "error",
+                    "the learning rate is 0: no weight changes",
+                    reason=f"It was 0 in {'each of the' if rates.steps > 1 else 'the'} {rates.steps} "
+                    f"step{'s' * (rates.steps > 1)} of this optimizer"
+                    + (", as its scheduler set it." if rates.scheduled else "."),
+                    fix="torch.optim.AdamW(model.parameters(), lr=1e-3)"
+                    if not rates.scheduled
+                    else "look at the scheduler: what it multiplies the learning rate by, and how often step() runs",
+                )
+
+    def _running_away(self) -> Iterator[Finding]:
+        for losses in self._losses.values():
+            found = runaway([(n, float(loss)) for n, loss in losses], self.largest_move)
+            if found is None:
+                continue
+            lr = max((rates.last for rates in self._rates.values()), default=None)
+            what = f"the learning rate {lr:g} is too large" if lr is not None else "the update is too large"
+            yield finding_at(
+                self.last_update,
+                "GG907",
+                "error",
+                f"the loss runs away since step {found.update} ({found.before:.3g} -> {found.after:.3g}): {what}",
+                reason=f"After update {found.update} the loss grows from step to step: each update goes too far."
+                + (
+                    f" An update was {self.largest_move:.3g} times as large as the weights." * (self.largest_move > 0.5)
+                ),
+                fix=f"lr={lr / 100:g}     # and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+                if lr is not None
+                else "param -= 0.01 * lr * param.grad     # a learning rate a hundred times smaller",
+            )
+            return
+
+
+def runaway(losses: list[tuple[int, float]], largest_move: float = 0.0) -> Runaway | None:
+    """Find the update since which a loss ran away; None for a loss that only wanders."""
+    sizes = [abs(loss) for _, loss in losses]
+    for number in range(1, len(sizes)):
+        recent = sizes[max(0, number - _WINDOW) : number]
+        early = max(1.0, median(recent[: max(1, len(recent) // 2)]))
+        size = sizes[number]
+        ends_bad = not math.isfinite(size) and recent[-1] > _GROWS * early
+        moved = largest_move > _LARGE_UPDATE and all(x > _GROWS * early for x in sizes[number : number + 3])
+        if size > _RUNS_AWAY * early or ends_bad or (moved and size > _GROWS * early):
+            first = next(i for i in range(max(0, number - _WINDOW), number + 1) if not sizes[i] <= 3 * early)
+            peak = max((x for x in sizes[first:] if math.isfinite(x)), default=math.inf)
+            return Runaway(losses[first][0], early if first == 0 else sizes[first - 1], peak)
+    return None
