@@ -78,8 +78,12 @@ def check_faulty(code, program):
     """The doctor finds the fault, at the marked lines."""
     diagnosis = examine(program)
     found = [finding for finding in diagnosis.findings if finding.code == code]
-    assert found, f"{code} not found, but: {diagnosis}"
     here = marked(program, "HERE")
+    if not found:  # it follows from another finding
+        lines = [(f, line) for f in diagnosis.findings for line in f.consequences if line.startswith(f"{code}: ")]
+        assert lines, f"{code} not found, but: {diagnosis}"
+        assert all(any(place in line for _, line in lines) for place in here), str(diagnosis)
+        return lines[0][0]
     finding = next((finding for finding in found if finding.where in here), found[0])
     assert finding.title
     assert finding.reason

@@ -62,7 +62,7 @@ def test_the_json_has_the_documented_schema():
         "version": 1,
         "healthy": False,
         "exception": {"type": "ValueError", "message": "no"},
-        "findings": [{**FINDING.to_dict(), "samples": [3, 4], "also": ["train.py:9"]}],
+        "findings": [{**FINDING.to_dict(), "samples": [3, 4], "also": ["train.py:9"], "consequences": []}],
         "graph": None,
         "layers": [],
     }

@@ -103,6 +103,7 @@ FINDING = {
     "fix": "h = encoder(x)",
     "samples": [3, 17],
     "also": ["train.py:9"],
+    "consequences": [],
 }
 
 

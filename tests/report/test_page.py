@@ -159,7 +159,7 @@ def test_what_cannot_be_shown_is_told(ledger, tmp_path):
 def test_what_a_finding_does_not_say_is_empty():
     short = {"code": "GG101", "severity": "error", "title": "cut"}
     (finding,) = data_of(render_page(diagnosis={"findings": [short]}))["diagnosis"]["findings"]
-    assert finding == {**gg.Finding(**short).to_dict(), "samples": [], "also": []}
+    assert finding == {**gg.Finding(**short).to_dict(), "samples": [], "also": [], "consequences": []}
 
 
 def test_a_page_is_replaced_in_one_go(ledger, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -35,8 +37,12 @@ def _in_a_folder(ctx: click.Context, parameter: click.Parameter, path: Path | No
     show_default=True,
     help="End with 1 if there is a finding of this severity or worse.",
 )
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m package.train.")
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="End the script after N optimizer steps.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="End it after so long.")
 @click.option("--from-step", type=click.IntRange(min=0), hidden=True)
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--rerun", "rerun_path", type=_FILE, hidden=True)
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def doctor(
@@ -45,29 +51,64 @@ def doctor(
     json_path: Path | None,
     html_path: Path | None,
     fail_on: str,
+    as_module: bool,
+    steps: int | None,
+    timeout: float | None,
     from_step: int | None,
-    script: Path,
+    rerun_path: Path | None,
+    script: str,
     args: tuple[str, ...],
 ) -> None:
     """Run SCRIPT with its own ARGS, unchanged, and say why it does not learn.
 
     The first steps are traced, the rest runs at full speed. When a later step goes wrong, the script is run again
-    and that step is traced. Ends as the script ends; see --fail-on for more.
+    and that step is traced. What the first steps show is printed at once. Ends as the script ends; see --fail-on for
+    more.
 
     Example: gradgate doctor --html step.html train.py --epochs 1
     """
     from rich.console import Console  # Here, because both are loaded for this command only.
 
-    from gradgate.doctor import ScriptReport, examine_script
+    from gradgate.doctor import Diagnosis, ScriptReport, examine_script
+
+    if not as_module and not Path(script).is_file():
+        raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
+    console, terminal = Console(highlight=False, soft_wrap=True), Console(stderr=True)
+    told: list[Diagnosis] = []
+
+    def tell_early(diagnosis: Diagnosis) -> None:
+        if not diagnosis.healthy:
+            console.print(diagnosis)
+            told.append(diagnosis)
 
     def tell(report: ScriptReport) -> None:
-        Console(highlight=False, soft_wrap=True).print(report.diagnosis)
+        if rerun_path is not None:
+            rerun_path.write_text(json.dumps({**report.diagnosis.to_dict(), "losses": report.losses}), "utf-8")
+        if not told or report.diagnosis.findings != told[-1].findings:
+            console.print(report.diagnosis)
         if json_path is not None:
             json_path.write_text(report.diagnosis.to_json(), encoding="utf-8")
         if html_path is not None:
             report.diagnosis.to_html(html_path)
 
-    report = examine_script(script, args, whole=whole, from_step=from_step, at_exit=tell)
+    with terminal.status("starting") if terminal.is_terminal and rerun_path is None else nullcontext() as status:
+
+        def progress(step: int, seconds: float, what: str) -> None:
+            if status is not None:
+                status.update(f"step {step}, {seconds:.0f} s, {what}")
+
+        report = examine_script(
+            script,
+            args,
+            module=as_module,
+            whole=whole,
+            from_step=from_step,
+            steps=steps,
+            timeout=timeout,
+            at_exit=tell,
+            on_traced=tell_early,
+            progress=progress,
+        )
     tell(report)
     failed = fail_on != "never" and bool(report.diagnosis.at_least(fail_on))
     ctx.exit(report.exit_code or int(failed))

@@ -140,6 +140,7 @@ class Case:
     """One step, as the rules see it."""
 
     trace: Trace
+    flow: Flow
     names: Names
     parameters: dict[str, torch.Tensor]
     gradients: dict[int, Gradient]
@@ -151,11 +152,6 @@ class Case:
     frozen_at: dict[int, Freeze] = field(default_factory=dict)
     unused: list[Unused] = field(default_factory=list)
     trained_modules: frozenset[int] = frozenset()
-
-    @cached_property
-    def flow(self) -> Flow:
-        """Return the flow of values."""
-        return Flow(self.trace)
 
     @cached_property
     def values_of(self) -> dict[int, list[int]]:

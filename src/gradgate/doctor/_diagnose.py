@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -17,17 +17,18 @@ import torch
 from gradgate._checks import check_module
 from gradgate._names import describe
 from gradgate._patches import Patches, to_the_end
-from gradgate._source import Location
+from gradgate._source import Location, is_foreign
 from gradgate._torch_compat import ThreadModes, is_compiled, run_as_written, without_compiled_wrappers
 from gradgate.doctor._case import Case, Names, Unused, namespaces_of
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._graph import Graph, Layer, draw
 from gradgate.doctor._history import History
 from gradgate.doctor._numerics import Gradients, is_all_zero, is_readable
-from gradgate.doctor._trace import Trace
+from gradgate.doctor._trace import Flow, Trace
 from gradgate.doctor._tracer import Tracer
 from gradgate.doctor.rules import apply_rules, fold
 from gradgate.doctor.rules._gradients import unused_findings
+from gradgate.doctor.rules._modes import find_statistics
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Finding
 
@@ -50,6 +51,7 @@ class Examination:
         self.thorough = True
         self.one_step = True
         self.unused: dict[int, Unused] = {}
+        self._trained: set[int] = set()
         self.files: tuple[str, ...] = ()
         self.gradients = Gradients(model.parameters() if model is not None else ())
         if model is not None:
@@ -124,15 +126,30 @@ class Examination:
 
     def conclude(self, exception: BaseException | None) -> Diagnosis:
         """Return everything that the rules say about what has been traced."""
+        trace, case = self.tracer.trace, self._case(exception)
+        findings = apply_rules(case)
+        roots = [*trace.modules, *([self.given] if self.given is not None else [])]
+        compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
+        self.unused.update((id(entry.parameter), entry) for entry in case.unused)
+        self._trained |= {id(op.module) for op in trace.ops if op.records and op.module is not None}
+        return Diagnosis((*findings, *_note_on_compiling(compiled)), exception, *draw(case, findings))
+
+    def validation(self) -> list[Finding]:
+        """Return what is wrong with a forward pass without gradients."""
+        return list(find_statistics(self._case(None)))
+
+    def _case(self, exception: BaseException | None) -> Case:
         trace = self.tracer.trace
-        names = Names(self.model, trace.modules, self.namespaces)
-        parameters = self._parameters(names)
+        names = Names(self.model, trace.modules, [*self.namespaces, *_variables_of_users()])
+        flow = Flow(trace)
+        parameters = self._parameters(names, flow)
         self.gradients.take(parameters.values())
         trace.gradients_left = any(
             p.grad is not None and (not is_readable(p.grad) or not is_all_zero(p.grad)) for p in parameters.values()
         )
-        case = Case(
+        return Case(
             trace=trace,
+            flow=flow,
             names=names,
             parameters=parameters,
             gradients=self.gradients.taken,
@@ -142,24 +159,19 @@ class Examination:
             one_step=self.one_step,
             files=self.files,
             frozen_at={n: freeze for n, (tensor, freeze) in self.tracer.frozen.items() if tensor() is not None},
+            trained_modules=frozenset(self._trained),
         )
-        findings = apply_rules(case)
-        roots = [*trace.modules, *([self.given] if self.given is not None else [])]
-        compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
-        self.unused.update((id(entry.parameter), entry) for entry in case.unused)
-        return Diagnosis((*findings, *_note_on_compiling(compiled)), exception, *draw(case, findings))
 
-    def _parameters(self, names: Names) -> dict[str, torch.Tensor]:
+    def _parameters(self, names: Names, flow: Flow) -> dict[str, torch.Tensor]:
         """Return what ought to learn: the model's parameters, else what the optimizers hold, else the leaves in use."""
         if self.model is not None:
             return dict(self.model.named_parameters())
         trace = self.tracer.trace
         steps = trace.optimizer_steps
-        made = {value for op in trace.ops for value in op.outputs}
         every = {v: r.tensor for v, r in trace.roots.items() if r.leaf and r.requires_grad and r.tensor is not None}
         # A plain leaf that the step itself computed is data: the input of a gradient penalty, a loss without a graph.
-        made.update(code >> 1 for backward in trace.backwards for code in backward.values)
-        leaves = [leaf for v, leaf in every.items() if v not in made or isinstance(leaf, torch.nn.Parameter)]
+        given = flow.behind_losses - flow.losses - flow.maker.keys()
+        leaves = [leaf for v, leaf in every.items() if v in given or isinstance(leaf, torch.nn.Parameter)]
         held = [p for step in steps for group in step.optimizer.param_groups for p in group["params"]]
         if held:
             # Another network may take part that is not meant to learn here; what has a gradient is asked about, though.
@@ -237,6 +249,15 @@ def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -
     return examination.diagnosis(raised)
 
 
+def _variables_of_users() -> Iterator[Mapping[str, Any]]:
+    """Yield the variables of the functions of the user that are running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_foreign(frame.f_code.co_filename):
+            yield frame.f_locals
+        frame = frame.f_back
+
+
 def _variables_of_caller() -> list[Mapping[str, Any]]:
     frame = sys._getframe(2)
     return [frame.f_locals, frame.f_globals]
@@ -266,9 +287,11 @@ class Tracing:
         self.steps = 0
         self.tracing = False
         self.without_saves = False
-        self.after_step: Callable[[], None] | None = None
+        self.after_step: Callable[[torch.optim.Optimizer | None], None] | None = None
+        self.at_end: list[Callable[[], None]] = []
         self.history = History()
         self.own_losses = True
+        self.steps_in_full = _STEPS_IN_FULL
         self._examination = Examination(model, namespaces)
         self._examination.one_step, self._examination.files = False, files
         self._examination.tracer.before_step.insert(0, self._before_step)
@@ -280,6 +303,7 @@ class Tracing:
         self._zeros = 0
         self._noted = 0
         self._learned: set[int] = set()
+        self._functional = self._validating = self._validated = False
 
     @property
     def diagnosis(self) -> Diagnosis:
@@ -289,7 +313,7 @@ class Tracing:
         suspicious.
         """
         unused = [entry for entry in self._examination.unused.values() if id(entry.parameter) not in self._learned]
-        run = self.history.findings(self._ended and self._exception is None)
+        run = self.history.findings(self._learned if self._ended and self._exception is None else set())
         return Diagnosis(fold((*self._findings, *unused_findings(unused), *run)), self._exception, *self._drawn)
 
     def __enter__(self) -> Tracing:
@@ -305,6 +329,9 @@ class Tracing:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended = error is None
+        self.end_validation()
+        for undo in self.at_end:
+            undo()
         try:
             if self.tracing:
                 self.pause(error)
@@ -327,6 +354,39 @@ class Tracing:
             self._conclude(self._exception)
         self._begin_step()
 
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the outermost modules that were called."""
+        return self._examination.tracer.trace.modules
+
+    @property
+    def trained(self) -> bool:
+        """Return whether any backward pass ran, or torch.func did the work."""
+        return bool(self.history.backwards or self.history.updates) or self._functional
+
+    def covers(self, step: int) -> bool:
+        """Return whether the step of this number was traced."""
+        return step < self.steps or self._exception is not None
+
+    def begin_validation(self, module: torch.nn.Module) -> None:
+        """Trace a forward pass without gradients in which a BatchNorm layer learns, until `end_validation`."""
+        if self._validated or self.tracing:
+            return
+        self.resume()
+        self._validating = True
+        self._examination.tracer.running.begin(module, self._examination.tracer.trace)
+
+    def end_validation(self) -> None:
+        """Stop tracing a validation, and say if BatchNorm learned from it."""
+        if not self._validating:
+            return
+        self._validating, self.tracing = False, False
+        self._examination.pause()
+        found = self._examination.validation()
+        self._validated = bool(found)
+        self._findings.update(dict.fromkeys(found))
+        self._begin_step()
+
     def untraced_step(self, optimizer: torch.optim.Optimizer, location: Location | None) -> None:
         """Record a step of an optimizer that is not traced: its learning rate, and parameters that learn after all."""
         self.history.update(optimizer, location)
@@ -336,13 +396,13 @@ class Tracing:
 
     def _before_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         trace = self._examination.tracer.trace
-        self._examination.thorough = self.steps < _STEPS_IN_FULL or _is_suspicious(trace, self._zeros)
+        self._examination.thorough = self.steps < self.steps_in_full or _is_suspicious(trace, self._zeros)
         self._note_losses()
         if optimizer is None:
             self.history.update(None, trace.updated_by_hand)
             return
         self.history.update(optimizer, trace.optimizer_steps[-1].location)
-        if self.steps < _STEPS_IN_FULL:
+        if self.steps < self.steps_in_full:
             self.history.weights_before(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -354,11 +414,12 @@ class Tracing:
             self._conclude(None)
         self._begin_step()
         if self.after_step is not None and (optimizer is None or examination.tracer.can_pause()):
-            self.after_step()
+            self.after_step(optimizer)
 
     def _note_losses(self) -> None:
         trace = self._examination.tracer.trace
         self.history.scaled |= trace.scaled
+        self._functional |= trace.functional or any(backward.inputs is not None for backward in trace.backwards)
         for backward in trace.backwards[self._noted :] if self.own_losses else ():
             self.history.backward(backward.loss, backward.location)
         self._noted = len(trace.backwards)

@@ -94,17 +94,22 @@ class History:
         if size and math.isfinite(moved):
             self.largest_move = max(self.largest_move, moved / size)
 
-    def findings(self, ended: bool) -> Iterator[Finding]:
-        """Yield what only the whole run shows; `ended` says that it came to its own end."""
-        yield from self._never_updated() if ended else ()
+    def losses(self) -> Iterator[float]:
+        """Yield the loss of each backward pass, line by line."""
+        for losses in self._losses.values():
+            yield from (float(loss) for _, loss in losses)
+
+    def findings(self, learned: set[int]) -> Iterator[Finding]:
+        """Yield what only the whole run shows; `learned` has the `id` of what got a gradient, if the run has ended."""
+        yield from self._never_updated(learned)
         yield from self._without_rate()
         yield from self._running_away()
 
-    def _never_updated(self) -> Iterator[Finding]:
+    def _never_updated(self, learned: set[int]) -> Iterator[Finding]:
         if self.updates or not self.backwards or self.scaled:
             return
         optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
-        if any(p.grad is not None for x in optimizers for group in x.param_groups for p in group["params"]):
+        if any(id(p) in learned for x in optimizers for group in x.param_groups for p in group["params"]):
             yield finding_at(
                 self.last_backward,
                 "GG905",

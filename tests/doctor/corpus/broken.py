@@ -1,7 +1,7 @@
 # ruff: noqa: E501
 """Bugs that people make, each put into several healthy programs: what is replaced by what, and the code it must get.
 
-The line marked `# BUG` is the one that the first finding must name; `None` as code means a finding without a line.
+The line marked `# BUG` is the one that the first finding must name.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,10 @@ class Bug(NamedTuple):
     program: str
     old: str
     new: str
-    code: str
-    placed: bool = True  # whether the finding has the line
+    code: str  # the beginning of the code of the first finding
 
 
 BUGS = [
-    # --- cut off --------------------------------------------------------------------------------------------------
     Bug("detach", "mnist_cnn", "x = torch.flatten(x, 1)", "x = torch.flatten(x, 1).detach()  # BUG", "GG101"),
     Bug(
         "detach",
@@ -77,16 +75,16 @@ BUGS = [
     ),
     Bug(
         "numpy",
-        "gumbel",
-        "return self.dec(z.view(-1, 12)), logits",
-        "z = torch.from_numpy(z.detach().numpy())  # BUG\n        return self.dec(z.view(-1, 12)), logits.detach()",
+        "clones",
+        "return self.head(x[:, 0])",
+        "x = torch.from_numpy(x[:, 0].detach().numpy())  # BUG\n        return self.head(x)",
         "GG101",
     ),
     Bug(
         "numpy",
-        "clones",
-        "return self.head(x[:, 0])",
-        "x = torch.from_numpy(x[:, 0].detach().numpy())  # BUG\n        return self.head(x)",
+        "gumbel",
+        "return self.dec(z.view(-1, 12)), logits",
+        "z = torch.from_numpy(z.detach().numpy())  # BUG\n        return self.dec(z.view(-1, 12)), torch.zeros_like(logits)",
         "GG101",
     ),
     Bug(
@@ -112,59 +110,27 @@ BUGS = [
     ),
     Bug(
         "argmax",
-        "vqvae",
-        "z_q = z + (z_q - z).detach()",
-        "z_q = z_q.detach() + 0 * self.embedding.weight.sum()  # BUG\n        loss = F.mse_loss(self.embedding(indices), z.detach())",
+        "gumbel",
+        "z = F.gumbel_softmax(logits, tau=tau, hard=True)",
+        "z = F.one_hot(logits.argmax(-1), 4).float()  # BUG\n        logits = torch.zeros_like(logits)",
         "GG101",
     ),
     Bug(
         "argmax",
-        "gumbel",
-        "z = F.gumbel_softmax(logits, tau=tau, hard=True)",
-        "z = F.one_hot(logits.argmax(-1), 4).float()  # BUG\n        logits = logits.detach()",
-        "GG101",
-    ),
-    Bug(
-        "comparison",
-        "segmentation",
-        "out.softmax(dim=1) * valid[:, None]",
-        "(out > 0).float() * valid[:, None]",
-        "",
-        False,
+        "clip",
+        "    loss = (F.cross_entropy(a, labels) + F.cross_entropy(b, labels)) / 2",
+        "    loss = (a.argmax(1) == labels).float().mean()  # BUG",
+        "GG201",
     ),
     Bug("loss.data", "mnist_cnn", "        loss.backward()", "        loss.data.backward()  # BUG", "GG201"),
     Bug("loss.data", "clip", "    loss.backward()", "    loss.data.backward()  # BUG", "GG201"),
     Bug("loss.data", "clones", "    loss.backward()", "    loss.detach().backward()  # BUG", "GG201"),
-    Bug(
-        "grad off",
-        "dqn",
-        "            return policy_net(state).max(1).indices.view(1, 1)",
-        "            torch.set_grad_enabled(False)\n            return policy_net(state).max(1).indices.view(1, 1)",
-        "",
-        False,
-    ),
-    Bug(
-        "grad off",
-        "resnet",
-        "    with torch.no_grad():\n        val",
-        "    torch.set_grad_enabled(False)  # BUG\n    if True:\n        val",
-        "GG801",
-    ),
-    Bug(
-        "grad off",
-        "dataloader",
-        "        with torch.inference_mode():\n            val",
-        "        torch.set_grad_enabled(False)  # BUG\n        if True:\n            val",
-        "GG801",
-    ),
-    # --- unused -----------------------------------------------------------------------------------------------------
     Bug(
         "unused",
         "resnet",
         "        for layer in self.layers:",
         "        for layer in self.layers[:-1]:\n            pass\n        for layer in [self.layers[0], self.layers[1]]:",
         "GG102",
-        False,
     ),
     Bug(
         "unused",
@@ -172,18 +138,9 @@ BUGS = [
         "        return self.fc21(h1), self.fc22(h1)",
         "        return self.fc21(h1), self.fc21(h1)",
         "GG102",
-        False,
     ),
-    Bug(
-        "unused",
-        "char_rnn",
-        "torch.tanh(self.i2h(line) + self.h2h(hidden))",
-        "torch.tanh(self.i2h(line))",
-        "GG102",
-        False,
-    ),
-    Bug("aside", "multitask", 'out["b"], torch', 'out["a"].expand(-1, 3), torch', "GG103", False),
-    # --- the optimizer ----------------------------------------------------------------------------------------------
+    Bug("unused", "char_rnn", "torch.tanh(self.i2h(line) + self.h2h(hidden))", "torch.tanh(self.i2h(line))", "GG102"),
+    Bug("aside", "multitask", 'out["b"], torch', 'out["a"].expand(-1, 3), torch', "GG103"),
     Bug(
         "no step",
         "mnist_cnn",
@@ -199,38 +156,27 @@ BUGS = [
         "GG905",
     ),
     Bug("no step", "gcn_sparse", "    loss.backward()\n    optimizer.step()", "    loss.backward()  # BUG", "GG905"),
-    Bug("lr 0", "clip", "lr=1e-3, weight_decay", "lr=0.0, weight_decay", "GG906", False),
-    Bug("lr 0", "lstm_lm", "lr=0.5", "lr=0", "GG906", False),
-    Bug(
-        "lr 0", "seq2seq_warmup", "lambda step: min(1.0, step / 3)", "lambda step: min(1, step // 1000)", "GG906", False
-    ),
+    Bug("lr 0", "clip", "lr=1e-3, weight_decay", "lr=0.0, weight_decay", "GG906"),
+    Bug("lr 0", "lstm_lm", "lr=0.5", "lr=0", "GG906"),
+    Bug("lr 0", "seq2seq_warmup", "lambda step: min(1.0, step / 3)", "lambda step: min(1, step // 1000)", "GG906"),
     Bug(
         "lr huge",
         "mnist_cnn",
         "torch.optim.Adadelta(model.parameters(), lr=1.0)",
         "torch.optim.SGD(model.parameters(), lr=1e6)",
         "GG907",
-        False,
     ),
-    Bug(
-        "lr huge",
-        "manual_module_update",
-        "param -= 1e-3 * param.grad",
-        "param -= 0.5 * param.grad  # BUG",
-        "GG907",
-        False,
-    ),
-    Bug("lr huge", "dataloader", "lr=0.1)", "lr=500.0)", "GG907", False),
-    Bug("zero_grad", "resnet", "        optimizer.zero_grad(set_to_none=True)\n", "", "GG903", False),
-    Bug("zero_grad", "vqvae", "    optimizer.zero_grad()\n", "", "GG903", False),
-    Bug("zero_grad", "ppo", "            optimizer.zero_grad()\n", "", "GG903", False),
+    Bug("lr huge", "manual_module_update", "param -= 1e-3 * param.grad", "param -= 0.5 * param.grad  # BUG", "GG907"),
+    Bug("lr huge", "dataloader", "lr=0.1)", "lr=500.0)", "GG907"),
+    Bug("zero_grad", "resnet", "        optimizer.zero_grad(set_to_none=True)\n", "", "GG903"),
+    Bug("zero_grad", "vqvae", "    optimizer.zero_grad()\n", "", "GG903"),
+    Bug("zero_grad", "ppo", "            optimizer.zero_grad()\n", "", "GG903"),
     Bug(
         "zero after",
         "clones",
         "    optimizer.zero_grad()\n    loss.backward()\n",
         "    loss.backward()\n    optimizer.zero_grad()\n",
         "GG904",
-        False,
     ),
     Bug(
         "zero after",
@@ -238,7 +184,6 @@ BUGS = [
         "    optimizer.zero_grad()\n    loss.backward()\n",
         "    loss.backward()\n    optimizer.zero_grad()\n",
         "GG904",
-        False,
     ),
     Bug(
         "zero after",
@@ -246,15 +191,9 @@ BUGS = [
         "    optimizer.zero_grad()\n    loss.backward()\n",
         "    loss.backward()\n    optimizer.zero_grad()\n",
         "GG904",
-        False,
     ),
     Bug(
-        "replaced layer",
-        "mnist_cnn",
-        "scheduler = StepLR",
-        "model.fc2 = nn.Linear(8, 3)\nscheduler = StepLR",
-        "GG901",
-        False,
+        "replaced layer", "mnist_cnn", "scheduler = StepLR", "model.fc2 = nn.Linear(8, 3)\nscheduler = StepLR", "GG901"
     ),
     Bug(
         "replaced layer",
@@ -262,7 +201,6 @@ BUGS = [
         "for step in range(4):",
         "model.head = nn.Linear(8, 3)\nfor step in range(4):",
         "GG901",
-        False,
     ),
     Bug(
         "half the parameters",
@@ -270,15 +208,21 @@ BUGS = [
         "[*encoder.parameters(), *predictor.parameters()]",
         "predictor.parameters()",
         "GG901",
-        False,
     ),
+    Bug(
+        "half the parameters",
+        "cyclegan",
+        "itertools.chain(G_A.parameters(), G_B.parameters())",
+        "G_A.parameters()",
+        "GG901",
+    ),
+    Bug("half the parameters", "ppo", "agent.parameters(), lr=3e-3", "agent.critic.parameters(), lr=3e-3", "GG901"),
     Bug(
         "other model",
         "gpt",
         "data = torch.randint(0, 11, (60,))",
         "model = GPT()\ndata = torch.randint(0, 11, (60,))",
         "GG902",
-        False,
     ),
     Bug(
         "plain list",
@@ -286,7 +230,6 @@ BUGS = [
         "nn.ModuleList([Block(4, 4), Block(4, 8), Block(8, 8)])",
         "[Block(4, 4), Block(4, 8), Block(8, 8)]",
         "GG908",
-        False,
     ),
     Bug(
         "plain list",
@@ -294,7 +237,6 @@ BUGS = [
         "nn.ModuleList(\n            [nn.Sequential(nn.Linear(dim, 2 * dim), nn.SiLU(), nn.Linear(2 * dim, dim)) for _ in range(experts)]\n        )",
         "[nn.Sequential(nn.Linear(dim, 2 * dim), nn.SiLU(), nn.Linear(2 * dim, dim)) for _ in range(experts)]",
         "GG908",
-        False,
     ),
     Bug(
         "plain list",
@@ -302,17 +244,12 @@ BUGS = [
         'nn.ModuleDict({"a": nn.Linear(8, 1), "b": nn.Linear(8, 3)})',
         '{"a": nn.Linear(8, 1), "b": nn.Linear(8, 3)}',
         "GG908",
-        False,
     ),
-    # --- modes ------------------------------------------------------------------------------------------------------
-    Bug("left frozen", "wgan_clip", "    set_requires_grad(D, True)\n", "", "GG104", False),
-    Bug("left frozen", "cyclegan", "    set_requires_grad([D_A, D_B], True)\n", "", "GG104", False),
-    Bug("left eval", "resnet", "    model.train()\n", "    model.train(epoch < 0)\n", "GG805", False),
-    Bug("left eval", "reinforce", "policy = Policy()", "policy = Policy().eval()", "GG805", False),
-    Bug("left eval", "segmentation", "    model.train()\n", "    model.eval()\n", "GG805", False),
-    Bug("train in validation", "resnet", "    model.eval()\n", "", "GG806", False),
-    Bug("train in validation", "segmentation", "    model.eval()\n", "", "GG806", False),
-    Bug("train in validation", "swa", "swa_model.eval()\n", "model.train()\n", "", False),
+    Bug("left eval", "resnet", "    model.train()\n", "    model.train(epoch < 0)\n", "GG805"),
+    Bug("left eval", "reinforce", "policy = Policy()", "policy = Policy().eval()", "GG805"),
+    Bug("left eval", "segmentation", "    model.train()\n", "    model.eval()\n", "GG805"),
+    Bug("train in validation", "resnet", "    model.eval()\n", "", "GG806"),
+    Bug("train in validation", "segmentation", "    model.eval()\n", "", "GG806"),
     Bug(
         "bare no_grad",
         "resnet",
@@ -320,8 +257,14 @@ BUGS = [
         "    torch.no_grad()  # BUG\n    if True:\n        val = criterion(model(images), labels)",
         "GG802",
     ),
-    # --- NaN ----------------------------------------------------------------------------------------------------------
-    Bug("log 0", "gumbel", "q.clamp_min(1e-10).log()", "F.one_hot(q.argmax(-1), 4).mul(q).log()", "GG4", False),
+    Bug(
+        "bare no_grad",
+        "mnist_cnn",
+        "    with torch.no_grad():\n        for data",
+        "    torch.no_grad()  # BUG\n    if True:\n        for data",
+        "GG802",
+    ),
+    Bug("log 0", "gumbel", "q.clamp_min(1e-10).log()", "F.one_hot(q.argmax(-1), 4).mul(q).log()", "GG4"),
     Bug(
         "log 0",
         "focal_hard_mining",
@@ -345,11 +288,10 @@ BUGS = [
     ),
     Bug(
         "sqrt 0",
-        "wgan_gp",
-        "real = torch.randn(6, 4) + 2",
-        "real = torch.randn(6, 4) + 2; D[2].weight.data.zero_()",
+        "simclr",
+        "    optimizer.zero_grad()\n",
+        "    loss = loss + (features[:6] - features[:6]).norm(dim=1).pow(0.5).sum()  # BUG\n    optimizer.zero_grad()\n",
         "GG4",
-        False,
     ),
     Bug(
         "divide by 0",
@@ -366,15 +308,13 @@ BUGS = [
         "GG402",
     ),
     Bug(
-        "bad data",
-        "dataloader",
-        "x = torch.full((3,), float(i)) / 12",
-        "x = torch.full((3,), float(i)) / 12 if i != 5 else torch.full((3,), float('nan'))",
-        "GG404",
-        False,
+        "divide by 0",
+        "segmentation",
+        "    return 1 - (2 * inter + 1) / (probs.sum() + target.sum() + 1)",
+        "    return 1 - (2 * inter + 1) / (target.sum() * 0)  # BUG",
+        "GG402",
     ),
-    Bug("all masked", "gpt", "self.bias[:, :, :T, :T] == 0", "self.bias[:, :, :T, :T] >= 0", "GG401", False),
-    # --- in place -----------------------------------------------------------------------------------------------------
+    Bug("all masked", "gpt", "self.bias[:, :, :T, :T] == 0", "self.bias[:, :, :T, :T] >= 0", "GG401"),
     Bug(
         "in place",
         "lstm_lm",
@@ -392,27 +332,9 @@ BUGS = [
     Bug(
         "in place", "ppo", "ratio = logratio.exp()", "ratio = logratio.exp()\n            ratio -= 0.1  # BUG", "GG601"
     ),
-    Bug("step between", "sac", "    pi, logp = sample(obs)\n", "    pi, logp = sample(obs)\n", "", False),
-    Bug(
-        "step between",
-        "dcgan",
-        "output = netD(fake.detach()).view(-1)",
-        "output = netD(fake.detach()).view(-1)\n    kept = criterion(netD(fake).view(-1), torch.ones(8))",
-        "",
-        False,
-    ),
-    Bug("second backward", "lstm_lm", "    hidden = repackage_hidden(hidden)\n", "", "GG701", False),
-    Bug(
-        "second backward",
-        "vae",
-        "    loss.backward()\n",
-        "    loss.backward()\n    loss.backward()  # BUG\n",
-        "GG701",
-        False,
-    ),
-    Bug(
-        "second backward", "dcgan", "output = netD(fake.detach()).view(-1)", "output = netD(fake).view(-1)", "GG", False
-    ),
+    Bug("second backward", "lstm_lm", "    hidden = repackage_hidden(hidden)\n", "", "GG701"),
+    Bug("second backward", "vae", "    loss.backward()\n", "    loss.backward()\n    loss.backward()\n", "GG701"),
+    Bug("second backward", "dcgan", "output = netD(fake.detach()).view(-1)", "output = netD(fake).view(-1)", "GG"),
     Bug(
         "leaf edit",
         "clip",
@@ -420,13 +342,19 @@ BUGS = [
         "    model.logit_scale += 0.1  # BUG\n    optimizer.zero_grad()\n",
         "GG603",
     ),
-    # --- zero ---------------------------------------------------------------------------------------------------------
     Bug(
-        "round",
-        "tied_autoencoder",
-        "return self.out(self.emb(idx))",
-        "return self.out(self.emb(idx).round())  # BUG",
-        "GG301",
+        "leaf edit",
+        "moe",
+        '    h = model["inp"](x)',
+        '    model["inp"].bias[0] = 1.0  # BUG\n    h = model["inp"](x)',
+        "GG603",
+    ),
+    Bug(
+        "leaf edit",
+        "vqvae",
+        "        indices = torch.argmin(d, dim=1)",
+        "        self.embedding.weight.mul_(0.99)  # BUG\n        indices = torch.argmin(d, dim=1)",
+        "GG603",
     ),
     Bug(
         "round",
@@ -435,13 +363,13 @@ BUGS = [
         "w = torch.round(self.weight * 8) / 8  # BUG",
         "GG301",
     ),
+    Bug("round", "clones", "return self.head(x[:, 0])", "return self.head(x[:, 0].round())  # BUG", "GG301"),
     Bug(
         "sign",
         "custom_function",
         "BinarizeSTE.apply(x), BinarizeSTE.apply(self.weight)",
         "torch.sign(x), BinarizeSTE.apply(self.weight)",
         "GG301",
-        False,
     ),
     Bug(
         "dead relu",
@@ -449,30 +377,79 @@ BUGS = [
         "optimizer = ",
         "nn.init.constant_(model[0].bias, -100.0)\noptimizer = ",
         "GG302",
-        False,
+    ),
+    Bug("dead relu", "dqn", "optimizer = ", "nn.init.constant_(policy_net.layer1.bias, -100.0)\noptimizer = ", "GG302"),
+    Bug("dead relu", "dataloader", "    opt = ", "    nn.init.constant_(model[0].bias, -100.0)\n    opt = ", "GG302"),
+    Bug(
+        "grad off",
+        "clip",
+        "    with torch.no_grad():\n        model.logit_scale.clamp_(0, math.log(100))",
+        "    torch.set_grad_enabled(False)  # BUG\n    model.logit_scale.clamp_(0, math.log(100))",
+        "GG",
     ),
     Bug(
-        "dead relu",
-        "dqn",
-        "optimizer = ",
-        "nn.init.constant_(policy_net.layer1.bias, -100.0)\noptimizer = ",
-        "GG302",
-        False,
+        "grad off",
+        "diffusion",
+        "    with torch.no_grad():\n        for e, p",
+        "    torch.set_grad_enabled(False)  # BUG\n    if True:\n        for e, p",
+        "GG",
     ),
     Bug(
-        "dead relu",
+        "grad off",
+        "manual_module_update",
+        "    with torch.no_grad():\n        val",
+        "    torch.set_grad_enabled(False)  # BUG\n    if True:\n        val",
+        "GG",
+    ),
+    Bug("left frozen", "cyclegan", "    set_requires_grad([D_A, D_B], True)\n", "", "GG201"),
+    Bug(
+        "left frozen",
+        "dcgan",
+        "    netG.zero_grad()\n",
+        "    netG.zero_grad()\n    netD.requires_grad_(False)  # BUG\n",
+        "GG",
+    ),
+    Bug("left frozen", "spectral_gan", "    gen_loss = ", "    D.requires_grad_(False)  # BUG\n    gen_loss = ", "GG"),
+    Bug(
+        "step between",
+        "dcgan",
+        "    optimizerD.step()\n    netG.zero_grad()\n    label.fill_(1.0)\n    output = netD(fake).view(-1)\n    errG = criterion(output, label)\n",
+        "    netG.zero_grad()\n    errG = criterion(netD(fake).view(-1), torch.ones(8))\n    optimizerD.step()  # BUG\n",
+        "GG601",
+    ),
+    Bug(
+        "step between",
+        "wgan_gp",
+        "    opt_d.step()\n    if step % 2 == 1:\n        g_loss = -D(G(torch.randn(6, 3))).mean()\n",
+        "    g_loss = -D(G(torch.randn(6, 3))).mean()\n    opt_d.step()  # BUG\n    if True:\n",
+        "GG601",
+    ),
+    Bug(
+        "step between",
+        "sac",
+        "    q_optimizer.step()\n    pi, logp = sample(obs)\n",
+        "    pi, logp = sample(obs)\n    q_pi = torch.min(q1(torch.cat([obs, pi], 1)), q2(torch.cat([obs, pi], 1)))\n    q_optimizer.step()  # BUG\n    (-q_pi.mean()).backward()\n",
+        "GG601",
+    ),
+    Bug(
+        "bad data",
         "dataloader",
-        "    opt = ",
-        "    nn.init.constant_(model[0].bias, -100.0)\n    opt = ",
-        "GG302",
-        False,
+        "x = torch.full((3,), float(i)) / 12",
+        "x = torch.tensor([i / 12, i / 12, float('nan') if i > 3 else i / 12])",
+        "GG404",
     ),
     Bug(
-        "clamped",
-        "word2vec_sparse",
-        "(emb_u * emb_v).sum(1), max=10, min=-10",
-        "(emb_u * emb_v).sum(1) + 1000, max=10, min=-10",
-        "GG303",
-        False,
+        "stacked in a list",
+        "reinforce",
+        "    policy_loss = torch.cat(policy_loss).sum()",
+        "    policy_loss = sum(loss.item() for loss in policy_loss)  # BUG\n    policy_loss = torch.tensor(policy_loss, requires_grad=True)",
+        "GG101",
+    ),
+    Bug(
+        "two optimizers, one wrong",
+        "sac",
+        "actor_optimizer = torch.optim.Adam(actor.parameters(), lr=1e-3)",
+        "actor_optimizer = torch.optim.Adam(mlp(3, 2).parameters(), lr=1e-3)",
+        "GG902",
     ),
 ]

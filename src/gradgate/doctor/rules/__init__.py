@@ -129,28 +129,30 @@ def apply_rules(case: Case) -> tuple[Finding, ...]:
 
 # --- one cause, one finding -------------------------------------------------------------------------------------------
 
-# The first finding on the left explains those on the right: the beginnings of "code severity".
-_EXPLAINS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("GG907",), ("GG4", "GG307", "GG302", "GG303", "GG002")),
-    (("GG104", "GG801"), ("GG201", "GG101", "GG103", "GG904", "GG806", "GG905")),
-    (("GG901", "GG908"), ("GG902 warning", "GG904")),
-    (("GG902",), ("GG102", "GG901", "GG904", "GG905", "GG103")),
-    (("GG4", "GG502"), ("GG4", "GG002", "GG307")),
-    (("GG6", "GG7", "GG804"), ("GG002",)),
-    (("GG201",), ("GG904", "GG905", "GG806")),
-    (("GG101", "GG102"), ("GG904", "GG002", "GG905")),
-    (("GG30",), ("GG306",)),
-    (("GG905",), ("GG903",)),
+# The first finding on the left explains those on the right: the beginnings of "code severity", and a text in the title.
+_EXPLAINS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+    (("GG907",), ("GG4", "GG307", "GG302", "GG303", "GG002"), ""),
+    (("GG104", "GG801"), ("GG201", "GG101", "GG103", "GG904", "GG806", "GG905"), ""),
+    (("GG901", "GG908"), ("GG902 warning", "GG904"), ""),
+    (("GG902",), ("GG102", "GG901", "GG904", "GG905", "GG103"), ""),
+    (("GG4", "GG502"), ("GG4", "GG002", "GG307"), ""),
+    (("GG6", "GG7", "GG804"), ("GG002",), ""),
+    (("GG201",), ("GG904", "GG905", "GG806"), ""),
+    (("GG101", "GG102"), ("GG904", "GG905"), ""),
+    (("GG101", "GG102"), ("GG002",), "NoneType"),
+    (("GG30",), ("GG306",), ""),
+    (("GG905",), ("GG903",), ""),
+    (("GG",), ("GG006",), ""),
 )
 
 
 def fold(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Leave one finding for each cause, with its consequences in it, the worst first."""
     kept = list(dict.fromkeys(findings))
-    for causes, effects in _EXPLAINS:
+    for causes, effects, text in _EXPLAINS:
         cause = next((f for f in kept if _matches(f, causes)), None)
         if cause is not None:
-            kept = _folded(kept, cause, [f for f in kept if _matches(f, effects)])
+            kept = _folded(kept, cause, [f for f in kept if _matches(f, effects) and text in f.title])
     for cause in list(kept):
         if cause in kept:
             kept = _folded(kept, cause, [f for f in kept if _is_same(cause, f)])

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from gradgate._names import listed
 from gradgate._source import Location, SourceLine, definition, region_header
+from gradgate._text import text_of
 from gradgate._torch_compat import undispatched
 from gradgate.doctor._case import Case, Unused, finding_at, module_of_names
 from gradgate.doctor._numerics import is_readable, norm_of
@@ -111,7 +112,7 @@ def find_cuts(case: Case) -> Iterator[Finding]:
     if not passes or case.trace.functional:
         return
     # An update by hand that meets a gradient of None raises; what took the gradient away comes first.
-    if case.exception is not None and not (passes[-1].completed and "NoneType" in str(case.exception)):
+    if case.exception is not None and not (passes[-1].completed and "NoneType" in text_of(case.exception)):
         return
     yield from _frozen(case)
     lost = {name: p for name, p in case.parameters.items() if p.requires_grad and _is_lost(case, p)}
@@ -194,7 +195,8 @@ def _frozen(case: Case) -> Iterator[Finding]:
     if not frozen:
         return
     switched = [case.frozen_at[id(p)] for name in frozen if id(p := case.parameters[name]) in case.frozen_at]
-    everything = len(frozen) == len(case.parameters)
+    held = [[p for g in step.optimizer.param_groups for p in g["params"]] for step in case.trace.optimizer_steps]
+    everything = len(frozen) == len(case.parameters) or any(ps and not any(p.requires_grad for p in ps) for ps in held)
     again = [switch for switch in switched if switch.again or case.one_step]
     yield finding_at(
         switched[0].location if switched else None,
@@ -242,7 +244,7 @@ def unused_findings(unused: list[Unused]) -> Iterator[Finding]:
     for routed in (False, True):
         group = [entry for entry in unused if entry.routed is routed]
         names = [entry.name for entry in group]
-        shown = [repr(name) for name in names]
+        shown = [repr(name) for name in names[:2]]
         if group:
             yield finding_at(
                 group[0].location,
@@ -254,7 +256,7 @@ def unused_findings(unused: list[Unused]) -> Iterator[Finding]:
                 else "No operation of the step reads it, so it gets no gradient and does not learn.",
                 fix=""
                 if routed
-                else f"use it in forward(), or take it out of the model: gg.freeze(model, {listed(shown, 2)})",
+                else f"use it in forward(), or take it out of the model: gg.freeze(model, {', '.join(shown)})",
                 module=module_of_names(names),
             )
 
