@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,42 @@ def test_without_a_compiler_there_is_a_reason_and_no_library(tmp_path, monkeypat
 
 def test_both_sides_number_the_sources_alike():
     assert hatch_build.sources_version() == _native.sources_version()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["cc", "false"])
+def test_a_wheel_with_and_without_a_compiler(compiler, tmp_path):
+    """Without one the wheel is for any machine, and the package runs on torch alone."""
+    if compiler == "cc" and shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    pytest.importorskip("hatchling")
+    source = tmp_path / "source"
+    wanted = ("src/gradgate", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
+    for name in wanted:
+        path = ROOT / name
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(path, source / name)
+    environment = {**os.environ, "CC": compiler, "GRADGATE_NATIVE": "1"}
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = subprocess.run(build, cwd=source, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stem.endswith("py3-none-any") == (compiler == "false")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = "import torch; from gradgate import _native, masked\n"
+    code += "print(_native.status, masked.sum(torch.ones(5), exclude=2).item())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": str(tmp_path / "installed")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = "torch kernels (the native ones were not built" if compiler == "false" else "native kernels ("
+    assert done.stdout.startswith(expected)
+    assert done.stdout.endswith(" 5.0\n")

@@ -49,7 +49,9 @@ typedef uint8_t UInt8 ANYWHERE;
 typedef int16_t Int16 ANYWHERE;
 typedef uint16_t UInt16 ANYWHERE;
 typedef int32_t Int32 ANYWHERE;
+typedef uint32_t UInt32 ANYWHERE;
 typedef int64_t Int64 ANYWHERE;
+typedef uint64_t UInt64 ANYWHERE;
 
 enum { BY_MASK, BY_NAN, BY_VALUE }; /* what says that an element is left out */
 

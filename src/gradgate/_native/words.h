@@ -38,10 +38,10 @@ typedef struct {
             for (int64_t i = from; i < to; i++)                                                                         \
                 out[i] = yes[i] & (T)-(T)(mask[i] != 0);                                                                \
     }
-CHOOSE(uint8_t)
-CHOOSE(uint16_t)
-CHOOSE(uint32_t)
-CHOOSE(uint64_t)
+CHOOSE(UInt8)
+CHOOSE(UInt16)
+CHOOSE(UInt32)
+CHOOSE(UInt64)
 #undef CHOOSE
 
 #define CHOOSING(bytes)                                                                                                 \
@@ -50,10 +50,10 @@ CHOOSE(uint64_t)
         const NAME(Choice) *job = argument;                                                                             \
         NAME(choose_##bytes)(job, from *PART, LEAST(to *PART, job->count));                                             \
     }
-CHOOSING(uint8_t)
-CHOOSING(uint16_t)
-CHOOSING(uint32_t)
-CHOOSING(uint64_t)
+CHOOSING(UInt8)
+CHOOSING(UInt16)
+CHOOSING(UInt32)
+CHOOSING(UInt64)
 #undef CHOOSING
 
 /* out = mask ? yes : no, word by word; one byte of the mask decides `each` neighbours. Without `no` it is 0, and `yes` is
@@ -64,10 +64,10 @@ void NAME(gg_choose)(void *out, const void *yes, const void *no, const uint8_t *
                      int32_t bytes, int32_t threads)
 {
     NAME(Choice) job = {out, yes, no, mask, count, each};
-    Body body = bytes == 1   ? NAME(choose_body_uint8_t)
-                : bytes == 2 ? NAME(choose_body_uint16_t)
-                : bytes == 4 ? NAME(choose_body_uint32_t)
-                             : NAME(choose_body_uint64_t);
+    Body body = bytes == 1   ? NAME(choose_body_UInt8)
+                : bytes == 2 ? NAME(choose_body_UInt16)
+                : bytes == 4 ? NAME(choose_body_UInt32)
+                             : NAME(choose_body_UInt64);
     run(body, &job, (count + PART - 1) / PART, count, threads);
 }
 
@@ -91,9 +91,9 @@ typedef struct {
             sum += (uint64_t)(int64_t)words[i] * weights[i];                                                            \
         return sum;                                                                                                     \
     }
-CHECKSUM(int8_t)
-CHECKSUM(int16_t)
-CHECKSUM(int32_t)
+CHECKSUM(Int8)
+CHECKSUM(Int16)
+CHECKSUM(Int32)
 #undef CHECKSUM
 
 static void NAME(checksum_body)(void *argument, int64_t from, int64_t to)
@@ -103,7 +103,7 @@ static void NAME(checksum_body)(void *argument, int64_t from, int64_t to)
     for (int64_t block = from; block < to; block++) {
         int64_t first = block * NAME(SUMMED_WORDS), n = LEAST(job->count - first, NAME(SUMMED_WORDS));
         if (job->bytes == 8) {
-            const uint64_t *words = (const uint64_t *)job->words + first;
+            const UInt64 *words = (const UInt64 *)job->words + first;
             uint64_t one = 0, other = 0;
             for (int64_t i = 0; i < n; i++) {
                 uint64_t mixed = words[i] * 0x2545F4914F6CDD1D;
@@ -114,10 +114,10 @@ static void NAME(checksum_body)(void *argument, int64_t from, int64_t to)
             job->sums[block] = one;
             job->sums[blocks + block] = other;
         } else
-            job->sums[block] = job->bytes == 1 ? NAME(checksum_int8_t)((const int8_t *)job->words + first, job->weights, n)
+            job->sums[block] = job->bytes == 1 ? NAME(checksum_Int8)((const Int8 *)job->words + first, job->weights, n)
                                : job->bytes == 2
-                                   ? NAME(checksum_int16_t)((const int16_t *)job->words + first, job->weights, n)
-                                   : NAME(checksum_int32_t)((const int32_t *)job->words + first, job->weights, n);
+                                   ? NAME(checksum_Int16)((const Int16 *)job->words + first, job->weights, n)
+                                   : NAME(checksum_Int32)((const Int32 *)job->words + first, job->weights, n);
     }
 }
 
@@ -179,11 +179,11 @@ typedef struct {
             found |= (words[i] & (T)(exponent)) == (T)(exponent);                                                       \
         return found != 0;                                                                                              \
     }
-NONFINITE(uint32_t, 0x7f800000)
-NONFINITE(uint64_t, 0x7ff0000000000000)
+NONFINITE(UInt32, 0x7f800000)
+NONFINITE(UInt64, 0x7ff0000000000000)
 #undef NONFINITE
 
-PLAIN_LOOPS static int NAME(nonfinite_uint16_t)(const uint16_t *words, uint16_t exponent, int64_t n)
+PLAIN_LOOPS static int NAME(nonfinite_UInt16)(const UInt16 *words, uint16_t exponent, int64_t n)
 {
     uint16_t found = 0;
     for (int64_t i = 0; i < n; i++)
@@ -201,9 +201,9 @@ static void NAME(nonfinite_body)(void *argument, int64_t from, int64_t to)
             int64_t first = own * PART, n = LEAST(job->counts[t] - first, PART);
             if (__atomic_load_n(&job->found, __ATOMIC_RELAXED))
                 return;
-            int bad = job->dtypes[t] == F32   ? NAME(nonfinite_uint32_t)((const uint32_t *)job->data[t] + first, n)
-                      : job->dtypes[t] == F64 ? NAME(nonfinite_uint64_t)((const uint64_t *)job->data[t] + first, n)
-                                              : NAME(nonfinite_uint16_t)((const uint16_t *)job->data[t] + first,
+            int bad = job->dtypes[t] == F32   ? NAME(nonfinite_UInt32)((const UInt32 *)job->data[t] + first, n)
+                      : job->dtypes[t] == F64 ? NAME(nonfinite_UInt64)((const UInt64 *)job->data[t] + first, n)
+                                              : NAME(nonfinite_UInt16)((const UInt16 *)job->data[t] + first,
                                                                          job->dtypes[t] == F16 ? 0x7c00 : 0x7f80, n);
             if (bad)
                 __atomic_store_n(&job->found, 1, __ATOMIC_RELAXED);
