@@ -34,9 +34,8 @@ hide: [navigation]
 
 # The public API
 
-Every public name, with its arguments and one line. A name links to its full entry: arguments, errors, gradient and an
-example. `gg` is `import gradgate as gg`; import the other names from their module, as in `from gradgate import masked`.
-Arguments after `*` are keyword-only.
+Every public name, with one line. A name links to its full entry: arguments, errors, gradient and an example. `gg` is
+`import gradgate as gg`; import the other names from their module, as in `from gradgate import masked`.
 
 The same words mean the same thing everywhere: `keep=` is a boolean mask, and True takes part; `exclude=` is a value, or
 several, that do not; `frozen=` marks what must not move; `dim`, `keepdim` and `dtype` are torch's; `empty=` is the
@@ -48,21 +47,6 @@ def places():
     """Give the page of every documented name."""
     pages = sorted((ROOT / "docs" / "packages").glob("*.md"))
     return {name: page.name for page in pages for name in ENTRY.findall(page.read_text(encoding="utf-8"))}
-
-
-def arguments(thing):
-    """Give the names of a function's arguments as they are written in a call; nothing for a class or a value."""
-    if not inspect.isfunction(thing):
-        return ""
-    words, starred = [], False
-    for parameter in inspect.signature(thing).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
-            words.append("*")
-            starred = True
-        starred = starred or parameter.kind is parameter.VAR_POSITIONAL
-        mark = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        words.append(mark + parameter.name)
-    return f"({', '.join(words)})"
 
 
 def sentence(room, name):
@@ -91,12 +75,11 @@ def page():
         parts.append(f"\n## {room_name}\n\n{room.__doc__.strip().splitlines()[0]}\n\n| name | |\n|---|---|\n")
         at_root = [name for name in room.__all__ if gradgate._ROOM_OF.get(name) == room_name]
         for name in [*at_root, *(name for name in room.__all__ if name not in at_root)]:
-            thing = getattr(room, name)
             shown = f"gg.{name}" if name in at_root else f"{room_name}.{name}"
             full = f"gradgate.{room_name}.{name}"
             # torch's own names have no entry.
             target = f"packages/{entries[full]}#{full}" if full in entries else "packages/modes.md"
-            parts.append(f"| [`{shown}{arguments(thing)}`]({target}) | {sentence(room, name)} |\n")
+            parts.append(f"| [`{shown}`]({target}) | {sentence(room, name)} |\n")
     return "".join(parts)
 
 
