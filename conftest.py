@@ -9,8 +9,10 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# What a test sees does not hang on the terminal or the shell that it was started from.
 for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "PYTHONWARNINGS", "PYTHONIOENCODING"):
-    os.environ.pop(name, None)  # what is printed does not hang on the terminal that the tests were started from
+    os.environ.pop(name, None)
+os.environ.pop("PYTHONUNBUFFERED", None)  # containers have it, people do not
 
 # One profile for the machine that decides (more examples, no deadline: it is noisy), one for hands.
 hypothesis.settings.register_profile(

@@ -287,7 +287,7 @@ if os.fork() == 0:
 os.wait()
 if os.fork() == 0:
     raise ValueError("the child")
-print("status", os.wait()[1] >> 8)
+print("status", os.wait()[1] >> 8, flush=True)
 if os.fork() == 0:
     print("the child has come to the end", flush=True)
 else:

@@ -127,7 +127,7 @@ def test_unequal_ranks_give_the_gradient_of_the_union(wrapper):
     """Two ranks with 6 and 1 valid samples, in two micro-batches, the first under no_sync."""
     script = Path(__file__).parent / "exact_mean_ranks.py"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), wrapper]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal to the single process") == 2
