@@ -42,11 +42,11 @@ def test_the_guarded_training_is_the_one_without_the_broken_samples(tmp_path):
     assert page["ledger"]["total"] == len(answer["broken"])
     assert page["ledger"]["previews"]["of"]
     assert page["diagnosis"]["findings"][0]["code"] == "GG403"
-    assert "_ways.py:" in page["diagnosis"]["findings"][0]["where"]
+    assert "_trainings.py:" in page["diagnosis"]["findings"][0]["where"]
     assert any(edge["nonfinite"] for edge in page["diagnosis"]["graph"]["edges"])
     with gg.Ledger(tmp_path / "demo.ledger", read_only=True) as ledger:
         raised = [incident for incident in ledger.incidents() if incident.exception_type == "ValueError"]
-    assert all("_ways.py:" in incident.where for incident in raised)
+    assert all("_trainings.py:" in incident.where for incident in raised)
 
 
 @pytest.mark.slow
