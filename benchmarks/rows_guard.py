@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import gradgate as gg
 from benchmarks.harness import Growth, Row
-from gradgate._torch_compat import find_non_finite
+from gradgate._torch_private import find_non_finite
 
 BATCHES = (64, 256, 1024)
 

@@ -12,7 +12,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 import gradgate as gg
-from gradgate._torch_compat import ThreadModes
+from gradgate._torch_private import ThreadModes
 
 SOURCES = str(Path(gg.__file__).parent)
 # Between the addition of gradients and the return there is no call and no jump: only a tracer can raise there.

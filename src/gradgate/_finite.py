@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradgate import _kernels
-from gradgate._torch_compat import find_non_finite
+from gradgate._torch_private import find_non_finite
 
 
 class FiniteCheck:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from gradgate import _native
-from gradgate._torch_compat import are_plain, is_traced, storage_address
+from gradgate._torch_private import are_plain, is_traced, storage_address
 
 # The order of the enum in kernels.c, and what each dtype is added up in.
 _CODES = {

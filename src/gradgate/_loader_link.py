@@ -16,7 +16,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradgate._torch_compat import write_count
+from gradgate._torch_private import write_count
 from gradgate._trees import is_array, leaves_of
 
 MEMORY = 64 * 2**20

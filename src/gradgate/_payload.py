@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from gradgate._torch_compat import holds_its_values
+from gradgate._torch_private import holds_its_values
 from gradgate.errors import LedgerError
 
 __all__ = ["LIMIT", "Fields", "Missing", "decode", "encode", "missing_in"]

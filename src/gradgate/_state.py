@@ -30,7 +30,7 @@ from gradgate import _kernels
 from gradgate._kernels import memory
 from gradgate._patches import Patches, to_the_end
 from gradgate._payload import decode, encode, missing_in
-from gradgate._torch_compat import ThreadModes, add_tensors, buffers_of, copy_tensors, write_count, write_mark
+from gradgate._torch_private import ThreadModes, add_tensors, buffers_of, copy_tensors, write_count, write_mark
 from gradgate.errors import LedgerError
 
 # --- Random state ---------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch import set_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from gradgate._names import describe
-from gradgate._torch_compat import read_grad_mode, write_grad_mode
+from gradgate._torch_private import read_grad_mode, write_grad_mode
 from gradgate.errors import ArgumentTypeError
 
 __all__ = ["carry_mode", "grad_mode"]

@@ -19,7 +19,7 @@ from gradgate._payload import Fields, decode, missing_in
 from gradgate._source import raising_line
 from gradgate._state import restored
 from gradgate._text import visible
-from gradgate._torch_compat import leaf_of, nodes_below
+from gradgate._torch_private import leaf_of, nodes_below
 from gradgate.doctor import Diagnosis, diagnose
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError
 from gradgate.ledger import Ledger

@@ -27,7 +27,7 @@ from torch import distributed
 from gradgate._loader_link import ids_of
 from gradgate._names import describe, listed
 from gradgate._state import random_state, set_random_state
-from gradgate._torch_compat import Replica, copy_tensors, shard_group, shard_roots, tree_flatten
+from gradgate._torch_private import Replica, copy_tensors, shard_group, shard_roots, tree_flatten
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning, TooManyRewinds
 from gradgate.ledger import Ledger
 from gradgate.records import Incident

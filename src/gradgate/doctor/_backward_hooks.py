@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradgate._torch_compat import (
+from gradgate._torch_private import (
     current_node,
     function_class_of,
     leaf_of,

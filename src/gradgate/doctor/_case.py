@@ -11,7 +11,7 @@ import torch
 
 from gradgate._source import Location, SourceLine, locate_traceback
 from gradgate._text import text_of
-from gradgate._torch_compat import without_compiled_wrappers
+from gradgate._torch_private import without_compiled_wrappers
 from gradgate.doctor._numerics import Gradient
 from gradgate.doctor._trace import Flow, Freeze, Op, Raised, Trace
 from gradgate.records import Finding, Severity

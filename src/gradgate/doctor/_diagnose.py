@@ -18,7 +18,7 @@ from gradgate._checks import check_module
 from gradgate._names import describe
 from gradgate._patches import Patches, to_the_end
 from gradgate._source import Location, is_foreign
-from gradgate._torch_compat import ThreadModes, is_compiled, run_as_written, without_compiled_wrappers
+from gradgate._torch_private import ThreadModes, is_compiled, run_as_written, without_compiled_wrappers
 from gradgate.doctor._case import Case, Names, Unused, namespaces_of
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._graph import Graph, Layer, draw

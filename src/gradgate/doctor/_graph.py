@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from gradgate._held import held_elements
-from gradgate._torch_compat import node_number, undispatched
+from gradgate._torch_private import node_number, undispatched
 from gradgate.doctor._backward_hooks import LOSS, GradientPath
 from gradgate.doctor._case import Case
 from gradgate.doctor._numerics import Gradient, is_readable, norm_of

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from gradgate._source import Location
-from gradgate._torch_compat import undispatched
+from gradgate._torch_private import undispatched
 from gradgate.doctor._case import finding_at
 from gradgate.doctor._numerics import is_readable, norm_of
 from gradgate.records import Finding

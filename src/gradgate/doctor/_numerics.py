@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from gradgate._names import describe
-from gradgate._torch_compat import undispatched
+from gradgate._torch_private import undispatched
 from gradgate.doctor._trace import BadValue, Operator, region_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from gradgate._source import Location
-from gradgate._torch_compat import schema_of
+from gradgate._torch_private import schema_of
 
 if TYPE_CHECKING:
     from gradgate.doctor._backward_hooks import GradientPath

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gradgate._patches import Patches
 from gradgate._source import Location, Owner, is_foreign, locate
 from gradgate._text import text_of
-from gradgate._torch_compat import (
+from gradgate._torch_private import (
     MODULE_HOOKS,
     OPTIMIZER_HOOKS,
     DispatchMode,

@@ -16,7 +16,7 @@ from gradgate._finite import FiniteCheck
 from gradgate._names import describe, listed
 from gradgate._patches import Patches, to_the_end
 from gradgate._state import RandomState
-from gradgate._torch_compat import OPTIMIZER_HOOKS, ThreadModes, copy_tensors, undispatched, write_grad_mode
+from gradgate._torch_private import OPTIMIZER_HOOKS, ThreadModes, copy_tensors, undispatched, write_grad_mode
 from gradgate.doctor._case import namespaces_of
 from gradgate.doctor._diagnose import Examination
 from gradgate.doctor._diagnosis import Diagnosis

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from gradgate._names import describe
-from gradgate._torch_compat import inside_functorch
+from gradgate._torch_private import inside_functorch
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 
 Mode = Literal["raise", "drop", "clip"]

@@ -15,7 +15,7 @@ import torch
 
 from gradgate import _kernels
 from gradgate._names import describe
-from gradgate._torch_compat import has_data, inside_functorch
+from gradgate._torch_private import has_data, inside_functorch
 from gradgate.edits._index import AdvancedIndex, ParsedIndex, as_value, fit, out_of_range
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
 from gradgate._held import HOLD, WATCHERS, watchers_of
-from gradgate._torch_compat import OPTIMIZER_HOOKS
+from gradgate._torch_private import OPTIMIZER_HOOKS
 
 # --- Which elements are frozen --------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gradgate._names import describe, listed, nearest
-from gradgate._torch_compat import without_compiled_wrappers
+from gradgate._torch_private import without_compiled_wrappers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 from gradgate.freezing._freeze_state import ROWS_TOKEN, Everything, freeze_state_of, make_freeze_state, replicated
 from gradgate.freezing._verify import (

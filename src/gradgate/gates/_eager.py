@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradgate._torch_compat import bound_apply, copy_on_write, recorded_without_copy, without_copy, write_count
+from gradgate._torch_private import bound_apply, copy_on_write, recorded_without_copy, without_copy, write_count
 from gradgate.errors import GradgateError
 from gradgate.gates._rules import GateMeter, Mask, Rule, Whole, on_stored_values
 

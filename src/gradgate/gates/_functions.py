@@ -10,7 +10,7 @@ import torch
 
 from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe
-from gradgate._torch_compat import is_traced
+from gradgate._torch_private import is_traced
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.gates import _eager, _traced
 from gradgate.gates._eager import put_mask

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradgate._torch_compat import inside_forward_mode, inside_functorch, is_compiling
+from gradgate._torch_private import inside_forward_mode, inside_functorch, is_compiling
 from gradgate.errors import ArgumentError
 from gradgate.gates._rules import LOW_PRECISION, Mask, Rule, Scale, Whole
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from gradgate._loader_link import LoaderIds
 from gradgate._names import describe, listed
-from gradgate._torch_compat import tree_flatten, write_counts
+from gradgate._torch_private import tree_flatten, write_counts
 from gradgate._trees import children_of, is_array, is_record, is_shared, leaves_of, rebuilt
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 

@@ -14,7 +14,7 @@ import torch
 
 from gradgate._names import class_name, describe, text_of
 from gradgate._source import raising_line, raising_spot
-from gradgate._torch_compat import ModuleCall, innermost_call
+from gradgate._torch_private import ModuleCall, innermost_call
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard._batches import tensors_in
 from gradgate.guard._outsiders import reachable

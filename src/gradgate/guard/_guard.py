@@ -16,7 +16,7 @@ from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import describe
 from gradgate._state import TrainingState, capture
-from gradgate._torch_compat import (
+from gradgate._torch_private import (
     add_tensors,
     anything_compiled,
     is_compiled,

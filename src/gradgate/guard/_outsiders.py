@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gradgate._names import listed
-from gradgate._torch_compat import buffers_of, write_count
+from gradgate._torch_private import buffers_of, write_count
 from gradgate.errors import GradgateWarning
 
 # Objects looked at, and elements of one container: a trainer may lead to a dataset of millions.

@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 from gradgate._patches import Patches
 from gradgate._source import Line, definition_line, running_line, written
 from gradgate._state import TrainingState
-from gradgate._torch_compat import (
+from gradgate._torch_private import (
     ThreadModes,
     call_with_gradient,
     compiled_as_written,

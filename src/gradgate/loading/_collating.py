@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from gradgate._names import describe, text_of
-from gradgate._torch_compat import write_counts
+from gradgate._torch_private import write_counts
 from gradgate._trees import leaves_of, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.loading._bad_samples import BadSample, Catch, mark

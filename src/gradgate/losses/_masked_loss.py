@@ -15,7 +15,7 @@ from torch.nn import functional
 from gradgate import masked
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
-from gradgate._torch_compat import has_data
+from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.losses._reducing import check_weights, divided, over_elements
 

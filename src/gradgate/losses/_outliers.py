@@ -13,7 +13,7 @@ import torch
 from gradgate import masked
 from gradgate._checks import check_tensor
 from gradgate._names import describe, listed
-from gradgate._torch_compat import has_data
+from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 _NUMPY = find_spec("numpy") is not None

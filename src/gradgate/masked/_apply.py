@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
-from gradgate._torch_compat import has_data, inside_functorch, is_compiling, tree_flatten, tree_unflatten
+from gradgate._torch_private import has_data, inside_functorch, is_compiling, tree_flatten, tree_unflatten
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 Elementwise = Callable[..., Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradgate import _kernels
 from gradgate._kernels import Layout, Sums, usable
-from gradgate._torch_compat import apply_function, has_data, is_traced
+from gradgate._torch_private import apply_function, has_data, is_traced
 
 if TYPE_CHECKING:
     from gradgate.masked._slices import Slices

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradgate._names import describe
-from gradgate._torch_compat import has_data
+from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.masked._apply import dtype_holding
 from gradgate.masked._order import median, mode

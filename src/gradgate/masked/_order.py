@@ -13,7 +13,7 @@ from torch import Tensor
 from gradgate import _kernels
 from gradgate._kernels import Layout, usable
 from gradgate._names import describe, listed
-from gradgate._torch_compat import has_data
+from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.masked._dispatch import (
     Number,

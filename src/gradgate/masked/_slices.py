@@ -15,7 +15,7 @@ from torch import Tensor
 from gradgate import _kernels
 from gradgate._checks import check_keep, check_tensor
 from gradgate._names import describe
-from gradgate._torch_compat import assert_later, has_data, inside_functorch, is_compiling
+from gradgate._torch_private import assert_later, has_data, inside_functorch, is_compiling
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NothingKeptError
 from gradgate.masked._dispatch import Number, counts, fill
 

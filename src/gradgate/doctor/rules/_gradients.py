@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from gradgate._names import listed
 from gradgate._source import Location, SourceLine, definition, region_header
 from gradgate._text import text_of
-from gradgate._torch_compat import undispatched
+from gradgate._torch_private import undispatched
 from gradgate.doctor._case import Case, Unused, finding_at, module_of_names
 from gradgate.doctor._numerics import is_readable, norm_of
 from gradgate.doctor._trace import Escape, Op, ZeroGradient

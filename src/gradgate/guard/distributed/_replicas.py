@@ -17,7 +17,7 @@ from torch import distributed
 
 from gradgate._finite import FiniteCheck
 from gradgate._state import TrainingState
-from gradgate._torch_compat import (
+from gradgate._torch_private import (
     Replica,
     alone_in_replica,
     copy_tensors,

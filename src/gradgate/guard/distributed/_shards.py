@@ -11,7 +11,7 @@ from torch import distributed
 
 from gradgate._finite import FiniteCheck
 from gradgate._state import TrainingState
-from gradgate._torch_compat import alone_in_shards, reduce_shards
+from gradgate._torch_private import alone_in_shards, reduce_shards
 from gradgate.guard.distributed._ranks import Ranks, RankTotals, Share
 from gradgate.guard.distributed._replicas import scale_and_add, signature
 

@@ -1,0 +1,723 @@
+"""Every private name of torch that gradgate uses, and nothing else mentions one.
+
+Each name says what it promises; where torch changes, this file changes and nothing else does.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import call
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling as is_compiling
+from torch.nn.modules import module as module_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from gradgate._patches import Patches
+
+# --- The graph ------------------------------------------------------------------------------------------------------
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call an autograd Function without the per-call signature lookup of `Function.apply`.
+
+    `Function.apply` of a new-style Function (one with `setup_context`) looks at the signature of `forward` on
+    each call, about 20 us; the C-level apply beneath it does not. Only the C-level one runs old-style Functions
+    (a `forward` that takes ctx) just as `apply` does, and only outside torch.func and torch.compile.
+
+    Args:
+        function: The Function, with a forward that takes ctx.
+        *args: What forward takes after ctx.
+
+    Returns:
+        What forward returns.
+    """
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def bound_apply(function: type[torch.autograd.Function]) -> Any:
+    """Give what `apply_function` calls for this Function, to be kept and called where every microsecond counts.
+
+    Args:
+        function: As for `apply_function`.
+
+    Returns:
+        The C-level apply.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+current_node = torch._C._current_autograd_node
+"""Give the node of the graph whose backward runs in this thread, or None."""
+
+
+def latest_node_number() -> int:
+    """Give the number of the node that autograd made last in this thread: in an operation, the operation's own."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def node_number(node: Any) -> int:
+    """Give the number of a node of the graph, which `latest_node_number` gave when it was made; -1 for leaves.
+
+    Args:
+        node: A node, as in `tensor.grad_fn`.
+
+    Returns:
+        Its number.
+    """
+    number = int(node._sequence_nr())
+    return -1 if number >= 2**63 else number
+
+
+def nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Walk through the graph that tensors were computed by.
+
+    Args:
+        tensors: Where to begin; those without a graph are passed over.
+
+    Yields:
+        Every node that a backward from there would come to, once each.
+    """
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """Give the leaf that a node adds gradients to.
+
+    Args:
+        node: A node of the graph.
+
+    Returns:
+        The leaf, or None for a node that stands for an operation.
+    """
+    return getattr(node, "variable", None)
+
+
+def schema_of(operator: Any) -> Any:
+    """Give the schema of an operator: its arguments and results, and which of them it writes to or views.
+
+    Args:
+        operator: What a dispatch mode is handed as `func`.
+
+    Returns:
+        The schema.
+    """
+    return operator._schema
+
+
+def function_class_of(node: Any) -> type[torch.autograd.Function] | None:
+    """Give the user's autograd Function that made a node.
+
+    Args:
+        node: A node, as in `tensor.grad_fn`.
+
+    Returns:
+        The class, or None for nodes of torch's own.
+    """
+    return getattr(type(node), "_forward_cls", None)
+
+
+def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
+    """Give the tensors that a node of torch's own saved for backward and has not let go of.
+
+    Args:
+        node: A node whose backward runs.
+
+    Returns:
+        The tensors, each by its name in the formula, such as "self" or "result".
+    """
+    found = {}
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # it was overwritten, which is told elsewhere, or let go
+                continue
+            if isinstance(value, torch.Tensor):
+                found[name.removeprefix("_saved_")] = value
+    return found
+
+
+# --- Modes of a thread ----------------------------------------------------------------------------------------------
+
+
+read_grad_mode = torch.is_grad_enabled
+"""Tell whether this thread records; the public name, kept beside its counterpart."""
+
+
+# torch.set_grad_enabled is a class that does this and more; the bare switch costs a tenth of it.
+write_grad_mode = torch._C._set_grad_enabled
+"""Switch this thread's recording on or off, with nothing around it."""
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that sees every operation; it runs while nothing is compiled, and so without Dynamo's wrapper."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+undispatched = torch._C._DisableTorchDispatch
+"""A block whose operations go past every dispatch mode: the tracer's own look at a tensor is not traced."""
+
+
+def enter_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
+    """Put a mode in force in this thread.
+
+    Args:
+        mode: A mode.
+    """
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def leave_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
+    """Take a mode that is on top out of force.
+
+    Args:
+        mode: A mode.
+    """
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
+    """Tell whether a mode was entered last in this thread, so that it can be left.
+
+    Args:
+        mode: A mode.
+
+    Returns:
+        Whether it lies on top of the modes of its kind.
+    """
+    if isinstance(mode, DispatchMode):
+        return _get_current_dispatch_mode() is mode
+    top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return top is mode
+
+
+push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+"""Call `pack` with every tensor that is saved for backward in this thread, and `unpack` when it is needed."""
+
+
+def pop_saved_tensors_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
+    """Take these hooks away, if they were pushed last."""
+    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if top is not None and top[0] == pack:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+class ThreadModes:
+    """Recording and autocast of this thread, to be put back where an interrupt has torn a block of torch's apart."""
+
+    def __init__(self) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        self._kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the modes as they are now."""
+        self._recording = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds
+        ]
+        self._caching = torch.is_autocast_cache_enabled()
+        self._nesting = _autocast_nesting()
+
+    def restore(self) -> None:
+        """Put them back, as often as wanted."""
+        write_grad_mode(self._recording)
+        for kind, enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caching)
+        while (nesting := _autocast_nesting()) != self._nesting:
+            _DEEPER() if nesting < self._nesting else _HIGHER()
+        # A cast of a weight that was cached without recording would cut the weight off in the next try.
+        torch.clear_autocast_cache()
+
+
+# Torch counts the blocks of autocast that are open: while one seems to be, casts of old weights are kept.
+_DEEPER, _HIGHER = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+
+
+def _autocast_nesting() -> int:
+    """Read the count, which only writing returns; unpacking makes both calls in one bytecode: nothing comes between."""
+    _, nesting = map(call, (_DEEPER, _HIGHER))
+    return nesting
+
+
+# --- Modules and hooks ----------------------------------------------------------------------------------------------
+
+
+def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
+    """Give the module that torch.compile wrapped, which has the names that the user gave; else the module itself.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The wrapped module, or the same one.
+    """
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether a module, as such, was compiled: wrapped by torch.compile or by its own `compile()`.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether it was.
+    """
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def anything_compiled() -> bool:
+    """Tell whether torch.compile was called in this process; its machinery is loaded by optimizers, too."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Give a module's own table of buffers: writing an entry rebinds the buffer, whatever the module's setters do."""
+    return module._buffers
+
+
+MODULE_HOOKS: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = (
+    module_hooks._global_forward_pre_hooks,
+    module_hooks._global_forward_hooks,
+    module_hooks._global_forward_hooks_always_called,
+)
+"""Torch's tables of hooks before and after the forward of every module, and of those that are always called."""
+
+OPTIMIZER_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+"""Torch's tables of hooks before and after every step of every optimizer; a key may be anything."""
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module, as a traceback shows it."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
+
+
+def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
+    """Find the innermost call of a module that an exception came through, with its arguments.
+
+    Args:
+        traceback: The exception's traceback.
+
+    Returns:
+        The call, or None if the exception came through no module.
+    """
+    found = None
+    while traceback is not None:
+        if traceback.tb_frame.f_code is _MODULE_CALL:
+            found = traceback.tb_frame
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    seen = found.f_locals
+    return ModuleCall(seen["self"], seen["args"], seen["kwargs"])
+
+
+@contextmanager
+def watched_modules(patches: Patches, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call functions around the forward of every module, as long as the block lasts.
+
+    Args:
+        patches: Notes the hooks; removes them also where an interrupt keeps the block from doing so.
+        enter: Called before, with the module and its positional arguments.
+        leave: Called after, with the module, its positional and keyword arguments, and its output.
+    """
+    key = object()
+    with patches.block():
+        patches.put(module_hooks._global_forward_hooks_with_kwargs, key, True)
+        patches.put(module_hooks._global_forward_hooks, key, leave)
+        patches.put(module_hooks._global_forward_pre_hooks, key, enter)
+        yield
+
+
+def call_with_gradient(patches: Patches, leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call a function with the gradient that reaches a leaf, until the patches are undone; it outlives its graph."""
+    if leaf._backward_hooks is None:
+        leaf._backward_hooks = OrderedDict()
+    patches.put(leaf._backward_hooks, object(), hook)
+
+
+@contextmanager
+def compiled_as_written(patches: Patches) -> Iterator[None]:
+    """Run compiled functions and modules as they were written, so that hooks see inside and no size is compiled for."""
+    with patches.block():
+        patches.put(vars(warnings), "filters", warnings.filters[:])
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        run_as_written(patches)
+        yield
+
+
+def run_as_written(patches: Patches) -> None:
+    """Run compiled functions and modules as they were written, until the patches are undone."""
+    from torch._dynamo import eval_frame
+
+    patches.put(vars(eval_frame), "_stance", eval_frame.DynamoStance("force_eager"))
+
+
+# --- Models that several processes share ----------------------------------------------------------------------------
+
+
+Replica = DistributedDataParallel
+
+
+def replica_obstacle(replica: Replica) -> str | None:
+    """Tell what of a replica's way to reduce gradients cannot be done by others.
+
+    Args:
+        replica: A model in DistributedDataParallel.
+
+    Returns:
+        What it is, or None.
+    """
+    if replica._comm_hooks:
+        return "a communication hook"
+    if replica.mixed_precision is not None:
+        return "DistributedDataParallel(mixed_precision=...)"
+    if replica._delay_all_reduce_params:
+        return "DistributedDataParallel(delay_all_reduce_named_params=...)"
+    if replica._use_python_reducer:
+        return "the Python reducer of compiled autograd"
+    return "a join context" if replica._join_config.enable else None
+
+
+def sync_buffers(replica: Replica) -> None:
+    """Give every process the buffers of the first, if the replica's next forward would; all processes call this.
+
+    Args:
+        replica: A model in DistributedDataParallel.
+    """
+    if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        replica._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def alone_in_replica(replica: Replica) -> Iterator[None]:
+    """Let a replica run forward and backward without a single collective, as long as the block lasts.
+
+    Args:
+        replica: A model in DistributedDataParallel.
+    """
+    reduced = replica.require_backward_grad_sync
+    begun = replica.static_graph and replica._static_graph_delay_allreduce_enqueued
+    replica.require_backward_grad_sync = replica.require_forward_param_sync = False
+    if replica.static_graph:
+        replica._static_graph_delay_allreduce_enqueued = True  # or the first backward would reduce after all
+    # A forward before that nobody walked back from has left the reducer waiting for gradients: those to come.
+    replica.reducer._reset_state()
+    try:
+        yield
+    finally:
+        replica.require_backward_grad_sync = replica.require_forward_param_sync = reduced
+        if replica.static_graph:
+            replica._static_graph_delay_allreduce_enqueued = begun
+
+
+def _is_shard(module: torch.nn.Module) -> bool:
+    """Tell whether FSDP2 (`fully_shard`) was applied to a module."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def shard_roots(model: torch.nn.Module) -> list[Any]:
+    """List the outermost modules of a model that FSDP2 was applied to.
+
+    Args:
+        model: A model.
+
+    Returns:
+        The modules.
+    """
+    if _is_shard(model):
+        return [model]
+    return [root for child in model.children() for root in shard_roots(child)]
+
+
+def shard_group(root: Any) -> distributed.ProcessGroup | None:
+    """Give the processes that share a sharded module: of its mesh, or all where the mesh has several dimensions.
+
+    Args:
+        root: An outermost sharded module.
+
+    Returns:
+        The group; None if there is none that holds the whole mesh.
+    """
+    groups = [group for state in _states(root) for group in state._fsdp_param_groups]
+    meshes = {group.mesh_info.mesh for group in groups}
+    if len(meshes) != 1:
+        return None
+    mesh = meshes.pop()
+    if any(part.sharded_param.device_mesh.ndim != mesh.ndim for group in groups for part in group.fsdp_params):
+        return None  # split by tensor parallelism besides
+    if mesh.ndim == 1:
+        found: distributed.ProcessGroup = mesh.get_group()
+        return found
+    return distributed.group.WORLD if mesh.size() == distributed.get_world_size() else None
+
+
+@contextmanager
+def alone_in_shards(roots: Sequence[Any]) -> Iterator[None]:
+    """Gather the whole parameters, and let each process run forward and backward with them by itself.
+
+    Every process enters. Inside, `parameters()` gives whole parameters, and their gradients are plain ones.
+
+    Args:
+        roots: Outermost sharded modules.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for root in roots:
+        root._get_fsdp_state()._lazy_init()
+    states = [state for root in roots for state in _states(root)]
+    for state in states:
+        for group in state._fsdp_param_groups:
+            group.unshard()
+            group.wait_for_unshard()
+        # In this state, made for recomputing activations, the hooks of a forward only cast what they are given.
+        state._training_state = TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        for state in states:
+            state._training_state = TrainingState.IDLE
+            for group in state._fsdp_param_groups:
+                group._training_state = TrainingState.IDLE
+                group.reshard()
+
+
+def reduce_shards(roots: Sequence[Any]) -> None:
+    """Do with whole gradients what the end of a backward does: mean over processes, each its shard; or accumulate.
+
+    Args:
+        roots: Outermost sharded modules, inside of `alone_in_shards`.
+    """
+    for root in roots:
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _states(root: Any) -> list[Any]:
+    modules = (module for module in root.modules() if _is_shard(module))
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+
+
+# --- Shared memory, and many tensors at once ------------------------------------------------------------------------
+
+
+copy_on_write = torch._lazy_clone
+"""Share memory until one of the two is written to; `recorded_without_copy` says where that may and can be done."""
+
+
+def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
+    """Give a tensor of its own with the values, strides and memory of x, as a node of the graph behind x.
+
+    The memory is shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
+    operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone).
+
+    Args:
+        x: A tensor.
+
+    Returns:
+        The same values under another name. None for a parameter (and a view of one): its memory must stay where it
+        is. None also where torch cannot do it: memory that it does not own (numpy's, shared memory), layouts that are
+        not strided, many subclasses, and complex dtypes while recording.
+    """
+    base = x._base
+    owner = x if base is None else base
+    if owner.is_leaf and owner.requires_grad:
+        return None
+    try:
+        return copy_on_write(x)
+    except RuntimeError:
+        return None
+
+
+def without_copy(x: torch.Tensor) -> torch.Tensor:
+    """Do the same while nothing is recorded, for any tensor.
+
+    Where copy-on-write is not to be had the result is a view. Autograd refuses to overwrite a view that an autograd
+    Function has returned, so x is safe there too.
+
+    Args:
+        x: A strided tensor.
+
+    Returns:
+        The same values under another name.
+    """
+    shared = recorded_without_copy(x)
+    return x.view_as(x) if shared is None else shared
+
+
+def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors in one call; half the time of a loop.
+
+    Args:
+        destinations: Where to; written in place.
+        sources: Where from, in the same order.
+    """
+    if destinations:
+        torch._foreach_copy_(destinations, sources)
+
+
+add_tensors = torch._foreach_add_
+"""Add many tensors to as many others in place, in one call that no interrupt can split."""
+
+
+# A name of its own and no function around it: it is called in every step.
+find_non_finite = torch._amp_foreach_non_finite_check_and_unscale_
+"""Set `found`, a float32 tensor of one element, to 1 if any element of any tensor is NaN or infinite.
+
+`find_non_finite(tensors, found, one)` is what GradScaler uses: one fused pass that does not wait for the device and
+multiplies by `one` (a float32 tensor that holds 1) in place, so that the values stay as they are, bit for bit. No other
+check of many tensors comes near its speed. Tensors that it does not know (sparse, complex, with overlapping memory, on
+several devices) are a RuntimeError.
+"""
+
+
+def memory_holders(tensor: torch.Tensor) -> int:
+    """Count who holds the memory of a tensor: the tensors that lie in it, whoever has them, and this look at it."""
+    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return holders
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Count the in-place writes into a tensor that autograd has seen; those of an inference tensor are not counted."""
+    try:
+        return tensor._version
+    except RuntimeError:  # asking `is_inference` first would cost more than the answer
+        return 0
+
+
+def write_counts(tensors: Iterable[torch.Tensor]) -> int:
+    """Count the same for several tensors."""
+    return sum(map(write_count, tensors))
+
+
+def write_mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """Give a mark of a tensor's memory that changes with in-place writes that autograd sees, and with new memory."""
+    return tensor.data_ptr(), write_count(tensor)
+
+
+# --- Tracing --------------------------------------------------------------------------------------------------------
+
+
+# Bound once: these are asked in every call of a small function, and each dot takes its time.
+_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched_in_the_old_way = torch._C._functorch.is_legacy_batchedtensor
+
+inside_functorch = torch._C._are_functorch_transforms_active
+"""Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
+
+
+# torch.compile keeps it in the graph, FakeTensorMode knows it, a GPU runs it without waiting; vmap has no rule for it.
+assert_later = torch._assert_async
+"""Raise a RuntimeError with this message when the device finds the condition false; nothing waits for it."""
+
+
+def inside_forward_mode() -> bool:
+    """Tell whether a level of forward-mode differentiation is open in this thread (torch.func.jvp opens one too)."""
+    return forward_ad._current_level >= 0
+
+
+def is_traced() -> bool:
+    """Tell whether torch.compile, torch.func or forward-mode differentiation looks at this call."""
+    return is_compiling() or inside_functorch() or forward_ad._current_level >= 0
+
+
+def has_data(*tensors: torch.Tensor) -> bool:
+    """Tell whether the host may look at the values of tensors, one by one.
+
+    It may not while torch.compile or FakeTensorMode traces, on the meta device, or where vmap holds a whole batch
+    of values in the place of each one. Inside torch.func.grad and jvp it may.
+
+    Args:
+        *tensors: Any tensors.
+
+    Returns:
+        Whether `.item()`, `nonzero()` and boolean indexing work on all of them.
+    """
+    if is_compiling() or _dispatch_mode(_FAKE) is not None:
+        return False
+    for tensor in tensors:  # noqa: SIM110 - `all` and a generator take longer than the answer
+        if not _is_concrete(tensor):
+            return False
+    return True
+
+
+def _is_concrete(tensor: torch.Tensor) -> bool:
+    while _is_wrapped(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    # torch.autograd.grad(is_grads_batched=True) still runs backward under the older vmap, which nothing above sees.
+    return not (_is_batched_in_the_old_way(tensor) or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+_keys_of = torch._C._dispatch_keys
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_KEYS = {_keys_of(torch.empty(0, device="cpu")).raw_repr()}
+with torch.inference_mode():
+    _PLAIN_KEYS.add(_keys_of(torch.empty(0, device="cpu")).raw_repr())
+
+
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether tensors are nothing but values in the memory of the CPU, and no dispatch mode sees operations.
+
+    False for subclasses, other devices and layouts, what vmap batches, conjugate views, and autograd's zeros.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    for x in tensors:  # noqa: SIM110 - `all` and a generator take longer than the answer
+        if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_KEYS:
+            return False
+    return True
+
+
+storage_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
+"""Give the address of a tensor's storage; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
+
+
+def holds_its_values(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has its values in memory of its own, and does not wrap or only imitate others.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        False for fake tensors, distributed tensors and other subclasses that dispatch by themselves.
+    """
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
