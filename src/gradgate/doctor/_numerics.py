@@ -39,6 +39,14 @@ def norm_of(tensor: torch.Tensor) -> float:
     return norm
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that lies in this process: the shard of a DTensor, the values of a sparse tensor."""
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            return local_part(tensor.to_local())
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
 def is_readable(tensor: torch.Tensor) -> bool:
     """Return whether there are floating-point values to look at."""
     return (
@@ -148,8 +156,7 @@ class Gradients:
         before = self._before.get(id(parameter))
         if gradient is None or (before is not None and before[0] is gradient and before[1] == gradient._version):
             return Gradient(present=False)
-        if gradient.is_sparse:
-            gradient = gradient.coalesce().values()
+        gradient = local_part(gradient)
         if not is_readable(gradient):
             return Gradient(present=True, zero=not gradient.numel())
         norm = norm_of(gradient)

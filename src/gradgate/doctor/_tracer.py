@@ -444,7 +444,7 @@ class Tracer:
         if self._stepping or not self.trace.backwards or self.trace.backwards[-1].running:
             return False
         leaves = [root.tensor for root in self.trace.roots.values() if root.leaf and root.requires_grad]
-        updated = {region_of(leaf).storage for leaf in leaves if leaf is not None and leaf.grad is not None}
+        updated = {region_of(leaf).storage for leaf in leaves if leaf is not None and leaf.grad is not None} - {0}
         return any(region_of(tensor).storage in updated for tensor in written)
 
     def _end_step_by_hand(self, location: Location | None) -> None:

@@ -20,7 +20,7 @@ from gradgate._torch_private import OPTIMIZER_HOOKS, ThreadModes, copy_tensors, 
 from gradgate.doctor._case import namespaces_of
 from gradgate.doctor._diagnose import Examination
 from gradgate.doctor._diagnosis import Diagnosis
-from gradgate.doctor._numerics import bad_kind
+from gradgate.doctor._numerics import bad_kind, local_part
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, BadStepError, BadStepWarning
 
 Result = TypeVar("Result")
@@ -113,8 +113,9 @@ _check = FiniteCheck()
 
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Return whether every element of every tensor is finite."""
+    local = [local_part(gradient) for gradient in gradients]
     with undispatched():
-        return not _check.has_nonfinite(list(gradients))
+        return not _check.has_nonfinite(local)
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ class _Seen(Exception):
 
 
 def _is_bad(gradient: torch.Tensor) -> bool:
-    return bad_kind(gradient.coalesce().values() if gradient.is_sparse else gradient) is not None
+    return bad_kind(local_part(gradient)) is not None
 
 
 def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, on_bad: OnBad = "raise") -> Watch:
