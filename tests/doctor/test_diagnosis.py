@@ -45,7 +45,7 @@ info GG104: a is frozen
 
 def test_the_text():
     assert str(Diagnosis((FINDING, NOTE))) == TEXT
-    assert str(Diagnosis((NOTE,))).startswith("healthy: nothing to say about this step, 1 note\n\ninfo GG104")
+    assert str(Diagnosis((NOTE,))).startswith("healthy: no problems found, 1 note\n\ninfo GG104")
     assert repr(Diagnosis((FINDING, NOTE))) == "Diagnosis(GG401, GG104)"
     assert repr(Diagnosis()) == "Diagnosis(healthy)"
 

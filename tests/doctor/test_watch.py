@@ -253,3 +253,49 @@ def test_gradients_of_any_kind():
 def test_wrong_arguments(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def watched(steps, change=lambda number, m: None, lr=0.01):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(m.parameters(), lr=lr)
+    with gg.watch(m, optimizer) as watch:
+        for number in range(steps):
+            optimizer.zero_grad()
+            scale = change(number, m) or 1.0
+            ((m(torch.randn(8, 4)) - 1).pow(2).mean() * scale).backward()
+            optimizer.step()
+    return watch.findings
+
+
+def test_a_steady_training_is_left_alone():
+    assert watched(250) == ()
+
+
+def test_a_gradient_norm_out_of_its_own_range_is_named():
+    found = watched(60, lambda number, m: 1e3 if number == 40 else 1.0, lr=1e-6)
+    assert [finding.code for finding in found] == ["GG308"]
+    assert found[0].title.startswith("the gradient norm left its range at step 40: ")
+    assert "most of it in 2." in found[0].title
+
+
+def test_weights_that_do_not_move_are_named():
+    def stop(number, m):
+        m[0].weight.register_hook(torch.zeros_like) if not number else None
+
+    found = watched(210, stop)
+    assert [finding.code for finding in found] == ["GG309", "GG309"]
+    assert found[0].title == "0.weight has not moved for 100 steps"
+
+
+def test_the_update_since_which_a_training_runs_away_is_named():
+    torch.manual_seed(0)
+    m = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(m.parameters(), lr=5.0)
+    with gg.watch(m, optimizer) as watch:
+        for _ in range(12):
+            optimizer.zero_grad()
+            m(torch.ones(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+    assert [finding.code for finding in watch.findings] == ["GG907"]
+    assert "with a learning rate of 5" in watch.findings[0].title

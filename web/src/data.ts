@@ -13,6 +13,7 @@ export interface Finding {
   fix: string;
   samples: number[];
   also: string[];
+  consequences?: string[];
 }
 
 export interface ModuleOfGraph {

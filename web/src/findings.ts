@@ -15,7 +15,7 @@ export function findingsSection(diagnosis: Diagnosis): HTMLElement {
       ? h("div", { class: "findings" }, ...findings.slice(0, SHOWN).map(card))
       : exception
         ? null
-        : empty("Healthy", "Every parameter that should learn gets a finite gradient; there is nothing to say about this step.");
+        : empty("Healthy", "Every parameter that should learn gets a finite gradient; no problems found.");
   const rest = findings.length > SHOWN ? h("p", { class: "note" }, `and ${plural(findings.length - SHOWN, "more finding")}, in the JSON`) : null;
   return section("findings", "Findings", tally(diagnosis), raised, body, rest);
 }
@@ -31,6 +31,7 @@ export function tally(diagnosis: Diagnosis): string {
 
 function card(finding: Finding): HTMLElement {
   const place = [finding.where, finding.module && `in ${finding.module}`].filter(Boolean).join("  ");
+  const consequences = finding.consequences ?? [];
   const samples = finding.samples.slice(0, 30).join(", ") + (finding.samples.length > 30 ? ", …" : "");
   return h(
     "article",
@@ -46,6 +47,9 @@ function card(finding: Finding): HTMLElement {
     finding.source ? h("pre", { class: "source" }, h("code", {}, visible(finding.source))) : null,
     finding.reason ? h("p", {}, visible(finding.reason)) : null,
     finding.also.length ? h("p", { class: "note" }, "See also ", ...finding.also.slice(0, 20).flatMap((one, at) => [at ? ", " : "", h("code", {}, visible(one))])) : null,
+    consequences.length
+      ? h("details", { class: "note" }, h("summary", {}, plural(consequences.length, "consequence")), h("ul", {}, ...consequences.slice(0, 50).map((one) => h("li", {}, visible(one)))))
+      : null,
     samples ? h("p", { class: "note" }, `Rows of the batch: ${samples}`) : null,
     finding.fix
       ? h("div", { class: "fix" }, h("div", { class: "fix-head" }, h("span", {}, "Fix"), copyButton(finding.fix, `Copy the fix of ${finding.code}`)), h("pre", {}, h("code", {}, visible(finding.fix))))

@@ -31,7 +31,7 @@ def lines_of(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, 
 def _written(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, str]]:
     if healthy:
         notes = f", {len(findings)} note{'s' if len(findings) > 1 else ''}" if findings else ""
-        yield f"healthy: nothing to say about this step{notes}", "bold green"
+        yield f"healthy: no problems found{notes}", "bold green"
     for finding in findings:
         yield "", ""
         yield f"{finding.severity} {finding.code}: {finding.title}", _STYLES[finding.severity]
@@ -43,6 +43,10 @@ def _written(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, 
             yield f"  --> in {finding.module}", "blue"
         for place in finding.also:
             yield f"      see also {place}", "dim"
+        for line in finding.consequences[:3]:
+            yield f"  therefore {line}", "dim"
+        if len(finding.consequences) > 3:
+            yield f"  and {len(finding.consequences) - 3} more consequences", "dim"
         if finding.samples:
             shown = ", ".join(str(row) for row in finding.samples[:10])
             yield f"  samples: {shown}{', ...' if len(finding.samples) > 10 else ''}", ""
@@ -74,7 +78,7 @@ class Diagnosis:
         >>> diagnosis.healthy, diagnosis.findings
         (True, ())
         >>> print(diagnosis)
-        healthy: nothing to say about this step
+        healthy: no problems found
     """
 
     findings: tuple[Finding, ...] = ()
@@ -132,7 +136,8 @@ class Diagnosis:
 
         The object has `version` (1), `healthy`, `exception` (null or `type` and `message`), `findings`, a list of
         objects with the attributes of `Finding`: `code`, `severity`, `title`, `where`, `source`, `module`, `reason`,
-        `fix`, `samples`, `also`; `graph` (null, or `modules`, `edges` and `nonfinite_path`) and `layers`. A norm that
+        `fix`, `samples`, `also`, `consequences`;
+        `graph` (null, or `modules`, `edges` and `nonfinite_path`) and `layers`. A norm that
         is not finite is the text "nan" or "inf". Within a version keys are only added.
 
         Returns:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 
+from gradgate._names import listed
 from gradgate._source import Location
 from gradgate._torch_private import undispatched
 from gradgate.doctor._case import finding_at
-from gradgate.doctor._numerics import is_readable, norm_of
+from gradgate.doctor._numerics import is_readable, local_part, norm_of, total
 from gradgate.records import Finding
 
 _WINDOW = 20  # the losses that a loss is compared with
@@ -173,3 +174,85 @@ def runaway(losses: list[tuple[int, float]], largest_move: float = 0.0) -> Runaw
             peak = max((x for x in sizes[first:] if math.isfinite(x)), default=math.inf)
             return Runaway(losses[first][0], early if first == 0 else sizes[first - 1], peak)
     return None
+
+
+# --- what a watch sees ------------------------------------------------------------------------------------------------
+
+_ENOUGH = 20  # norms before a norm can be out of their range
+_OUT_OF_RANGE = 10.0  # times 1.4826 MAD over the median, and times the median itself
+_STILL = 100  # steps after which weights are compared with what they were
+
+
+class GradientLog:
+    """The gradient norm of each step and, now and then, the weights: one more pass over the gradients."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self._norms: deque[float] = deque(maxlen=100)
+        self._series: list[tuple[int, float]] = []
+        self._weights: dict[int, float] = {}
+        self._ran_away = False
+
+    def observe(self, held: list[torch.Tensor], names: dict[int, str], lr: float | None) -> Iterator[Finding]:
+        """Record the gradients before an update, and yield what is new: a norm out of range, or weights that stay."""
+        local = [local_part(p.grad) for p in held if p.grad is not None]
+        with undispatched(), torch.no_grad():
+            norm = float(torch.nn.utils.get_total_norm([x for x in local if is_readable(x)]))
+        if math.isfinite(norm):
+            yield from self._out_of_range(norm, held, names)
+            yield from self._running_away(norm, lr)
+            self._norms.append(norm)
+        self.updates += 1
+        if self.updates % _STILL == 1:
+            yield from self._not_moved(held, names)
+
+    def _out_of_range(self, norm: float, held: list[torch.Tensor], names: dict[int, str]) -> Iterator[Finding]:
+        if len(self._norms) < _ENOUGH:
+            return
+        middle = median(self._norms)
+        spread = 1.4826 * median(abs(x - middle) for x in self._norms)
+        if norm > middle + _OUT_OF_RANGE * spread and norm > _OUT_OF_RANGE * middle:
+            largest = max(held, key=lambda p: norm_of(local_part(p.grad)) if p.grad is not None else 0.0)
+            name = names.get(id(largest), "a parameter")
+            yield finding_at(
+                None,
+                "GG308",
+                "warning",
+                f"the gradient norm left its range at step {self.updates}: {norm:.3g}, most of it in {name}",
+                reason=f"The median of the last {len(self._norms)} steps is {middle:.3g}, the spread {spread:.3g}.",
+                fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     # or look at the batch of this step",
+                module=name.rpartition(".")[0] or None,
+            )
+
+    def _running_away(self, norm: float, lr: float | None) -> Iterator[Finding]:
+        self._series = [*self._series[-2 * _WINDOW :], (self.updates, norm)]
+        last = [size for _, size in self._series[-3:]]
+        # One large gradient is no trend.
+        grows = last == sorted(last) and last[0] > _GROWS * max(1.0, min(size for _, size in self._series))
+        found = runaway(self._series) if grows and not self._ran_away else None
+        if found is not None:
+            self._ran_away = True
+            yield finding_at(
+                None,
+                "GG907",
+                "error",
+                f"the training runs away since update {found.update}: the gradient norm grows from {found.before:.3g} "
+                f"to {found.after:.3g}" + (f" with a learning rate of {lr:g}" if lr is not None else ""),
+                reason="Each update goes too far, so that the next gradient is larger.",
+                fix=f"lr={lr / 100:g}     # and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" if lr else "",
+            )
+
+    def _not_moved(self, held: list[torch.Tensor], names: dict[int, str]) -> Iterator[Finding]:
+        with undispatched(), torch.no_grad():
+            now = {id(p): float(total(local_part(p)).real) for p in held if p.requires_grad and is_readable(p)}
+        still = [names[number] for number, size in now.items() if self._weights.get(number) == size and number in names]
+        self._weights = now
+        if still:
+            yield finding_at(
+                None,
+                "GG309",
+                "warning",
+                f"{listed(still, 4)} {'has' if len(still) == 1 else 'have'} not moved for {_STILL} steps",
+                reason="The optimizer holds it, and its values are the same to the last bit.",
+                fix="gg.diagnose(step_fn, model=model)     # names the line that takes the gradient away",
+            )

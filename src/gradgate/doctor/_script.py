@@ -213,18 +213,20 @@ class _Run:
         """Return what is known now."""
         diagnosis = self.tracing.diagnosis
         if not self.tracing.trained:
-            diagnosis = replace(diagnosis, findings=fold((*diagnosis.findings, *self._without_step(exit_code, raised))))
+            hint = _module_hint(self.program, raised)
+            found = [replace(f, fix=hint) if f.code == "GG002" and hint else f for f in diagnosis.findings]
+            diagnosis = replace(diagnosis, findings=fold((*found, *self._without_step(exit_code))))
         losses = tuple(self.tracing.history.losses())
         return ScriptReport(replace(diagnosis, exception=raised), exit_code, self.steps, losses)
 
-    def _without_step(self, exit_code: int, raised: BaseException | None) -> Iterator[Finding]:
+    def _without_step(self, exit_code: int) -> Iterator[Finding]:
         yield Finding(
             code="GG006",
             severity="warning",
             title="no training step ran",
             reason=f"The script ended with exit code {exit_code} before any backward pass."
             + (f" Its own message: {self.message}" if self.message else ""),
-            fix=_module_hint(self.program, raised) or f"gradgate doctor {self.program.name} --help",
+            fix="gradgate doctor train.py --epochs 1     # with the arguments that the script needs",
         )
 
     # --- what it sees -----------------------------------------------------------------------------------------------

@@ -20,8 +20,10 @@ from gradgate._torch_private import OPTIMIZER_HOOKS, ThreadModes, copy_tensors, 
 from gradgate.doctor._case import namespaces_of
 from gradgate.doctor._diagnose import Examination
 from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._history import GradientLog
 from gradgate.doctor._numerics import bad_kind, local_part
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, BadStepError, BadStepWarning
+from gradgate.records import Finding
 
 Result = TypeVar("Result")
 
@@ -130,6 +132,8 @@ class Watch:
     Attributes:
         bad_steps: How many steps had a gradient that is not finite.
         diagnosis: What the doctor found in the last step that `step` replayed; None before.
+        findings: What finite gradients showed: a norm out of its own range (GG308), weights that have not moved for 100
+            steps (GG309), the update since which the training runs away (GG907). Nothing is raised for them.
     """
 
     def __init__(
@@ -141,6 +145,9 @@ class Watch:
     ) -> None:
         self.bad_steps = 0
         self.diagnosis: Diagnosis | None = None
+        self.findings: tuple[Finding, ...] = ()
+        self._log = GradientLog()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._model = model
         self._optimizer = optimizer
         self._on_bad = on_bad
@@ -214,6 +221,9 @@ class Watch:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if closure is None:
             self._look(held)
+            if not self._replaying:
+                rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
+                self.findings += tuple(self._log.observe(held, self._names, max(rates, default=None)))
         if self._replaying:
             self._snapshot.before_replayed_write(optimizer)
         if closure is None:
