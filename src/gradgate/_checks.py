@@ -9,23 +9,9 @@ import torch
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["check_fits", "check_keep", "check_module", "check_tensor"]
-
 
 def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
-    """Make sure that an argument is a tensor.
-
-    Args:
-        value: The argument.
-        name: Its name in the signature.
-        function: The public function that was called.
-
-    Returns:
-        The argument itself.
-
-    Raises:
-        ArgumentTypeError: It is not a tensor.
-    """
+    """Make sure that an argument is a tensor."""
     if isinstance(value, torch.Tensor):
         return value
     raise ArgumentTypeError(
@@ -36,19 +22,7 @@ def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
 
 
 def check_module(value: Any, *, name: str, function: str) -> torch.nn.Module:
-    """Make sure that an argument is a module.
-
-    Args:
-        value: The argument.
-        name: Its name in the signature.
-        function: The public function that was called.
-
-    Returns:
-        The argument itself.
-
-    Raises:
-        ArgumentTypeError: It is not a module.
-    """
+    """Make sure that an argument is a module."""
     if isinstance(value, torch.nn.Module):
         return value
     raise ArgumentTypeError(
@@ -58,21 +32,7 @@ def check_module(value: Any, *, name: str, function: str) -> torch.nn.Module:
 
 
 def check_keep(keep: torch.Tensor, x: torch.Tensor, *, name: str = "keep", function: str) -> torch.Tensor:
-    """Make sure that a mask is boolean, on the same device as what it masks, and broadcasts to its shape.
-
-    Args:
-        keep: The mask, True where an element takes part.
-        x: What is masked.
-        name: The mask's name in the signature.
-        function: The public function that was called.
-
-    Returns:
-        The mask itself, not broadcast.
-
-    Raises:
-        ArgumentTypeError: The mask is not a boolean tensor.
-        ArgumentValueError: It is on another device or does not broadcast to the shape of x.
-    """
+    """Make sure that a mask is boolean, on the same device as what it masks, and broadcasts to its shape."""
     if not isinstance(keep, torch.Tensor):
         raise ArgumentTypeError(
             f"{function}(): `{name}` is {describe(keep)}.",
@@ -89,20 +49,7 @@ def check_keep(keep: torch.Tensor, x: torch.Tensor, *, name: str = "keep", funct
 
 
 def check_fits(tensor: torch.Tensor, x: torch.Tensor, *, name: str, function: str) -> torch.Tensor:
-    """Make sure that a tensor can meet x element by element: on the same device, of a shape that broadcasts to x's.
-
-    Args:
-        tensor: A mask or a factor.
-        x: What it belongs to.
-        name: The tensor's name in the signature.
-        function: The public function that was called.
-
-    Returns:
-        The tensor itself, not broadcast.
-
-    Raises:
-        ArgumentValueError: It is on another device or does not broadcast to the shape of x.
-    """
+    """Make sure that a tensor can meet x element by element: on the same device, of a shape that broadcasts to x's."""
     # A 0-dim CPU tensor counts as a number everywhere in torch; so it does here.
     if tensor.device != x.device and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
         raise ArgumentValueError(

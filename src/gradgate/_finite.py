@@ -15,15 +15,7 @@ class FiniteCheck:
         self._flags: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the device's number, which is read fastest
 
     def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
-        """Tell whether anything is not finite.
-
-        Args:
-            gradients: The gradients.
-            loss: The loss, where it has not been looked at yet.
-
-        Returns:
-            True if there is a NaN or an Inf.
-        """
+        """Tell whether anything is not finite."""
         if loss is None and (found := _kernels.nonfinite(gradients)) is not None:
             return found
         answer = flags = None

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["HOLD", "WATCHERS", "held_elements", "watchers_of"]
-
 WATCHERS = "_gradgate_watchers"
 """The attribute of a parameter that has its watchers."""
 
@@ -26,14 +24,7 @@ def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def held_elements(parameter: torch.Tensor) -> int:
-    """Give how many elements of a parameter do not learn: frozen or pinned, or all if it does not require grad.
-
-    Args:
-        parameter: A parameter that has its shape.
-
-    Returns:
-        How many.
-    """
+    """Give how many elements of a parameter do not learn: frozen or pinned, or all if it does not require grad."""
     if not parameter.requires_grad:
         return parameter.numel()
     hold = watchers_of(parameter).get(HOLD)

@@ -76,11 +76,7 @@ _TRAININGS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # guard -> 
 
 
 class GivenBatches:
-    """The batches that one loader gave, and the step and epoch of the next one.
-
-    Args:
-        sink: Where the loader's incidents go: a guard whose incidents go there too has the same steps and epochs.
-    """
+    """The batches that one loader gave, and the step and epoch of the next one."""
 
     def __init__(self, sink: Any) -> None:
         self.epoch = -1
@@ -183,13 +179,6 @@ def ids_of(batch: Any, size: int | None = None) -> tuple[str | None, ...] | None
     the same bytes. Where several given batches fit, rows have an id if these agree on it. A tensor that was given
     belongs to no other batch, whatever its values are. Copies are compared with the recent batches of the loaders that
     are in an epoch, or gave one of the last batches of all.
-
-    Args:
-        batch: The batch, perhaps on another device and in other containers.
-        size: How many samples it has, where that is known.
-
-    Returns:
-        The ids; None if no loader gave this batch, or it was changed since.
     """
     parts = [part for part in leaves_of(batch) if part is not None]
     owners = {id(given): given for part in parts if (given := _owner(part)) is not None}

@@ -7,10 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from gradgate._text import class_name, text_of
-
-__all__ = ["class_name", "describe", "listed", "module_path", "nearest", "text_of"]
-
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Find the known names that look most like a name.

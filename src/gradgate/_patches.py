@@ -52,11 +52,7 @@ def _take_back(undo: list[Callable[[], object]], down_to: int) -> None:
 
 
 def to_the_end(clean_up: Callable[[], None]) -> None:
-    """Repeat a clean-up until it has run through, then raise what interrupted it.
-
-    Args:
-        clean_up: Can be begun again after an exception at any of its lines.
-    """
+    """Repeat a clean-up until it has run through, then raise what interrupted it."""
     interrupt: BaseException | None = None
     for _ in range(ATTEMPTS):
         try:

@@ -22,8 +22,6 @@ from safetensors.torch import load, save
 from gradgate._torch_private import holds_its_values
 from gradgate.errors import LedgerError
 
-__all__ = ["LIMIT", "Fields", "Missing", "decode", "encode", "missing_in"]
-
 LIMIT = 16 * 2**20
 """How many bytes a payload may take unless more is allowed."""
 
@@ -33,11 +31,7 @@ _KEY = "gradgate"
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What stands where something could not be stored.
-
-    Args:
-        what: What it was.
-    """
+    """What stands where something could not be stored."""
 
     what: str
 
@@ -79,19 +73,7 @@ def encode(tree: Any, *, limit: int = LIMIT) -> bytes:
 
 
 def decode(data: bytes, *, classes: Iterable[type] = ()) -> Any:
-    """Read a tree from bytes.
-
-    Args:
-        data: What `encode` gave.
-        classes: Dataclasses and named tuples that may be made again, found by their names and fields; without them
-            a `Fields` stands for each.
-
-    Returns:
-        The tree, its tensors on the CPU.
-
-    Raises:
-        LedgerError: The bytes are damaged.
-    """
+    """Read a tree from bytes."""
     try:
         text = _header(data)["__metadata__"][_KEY]
         return _Reader(load(data), classes).tree(json.loads(text))
@@ -107,14 +89,7 @@ def decode(data: bytes, *, classes: Iterable[type] = ()) -> Any:
 
 
 def missing_in(tree: Any) -> list[str]:
-    """Find what could not be stored of a tree.
-
-    Args:
-        tree: What `decode` gave.
-
-    Returns:
-        One line for each missing part.
-    """
+    """Find what could not be stored of a tree."""
     if isinstance(tree, Missing):
         return [tree.what]
     if isinstance(tree, Mapping):

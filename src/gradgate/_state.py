@@ -41,11 +41,7 @@ Mark = tuple[Any, ...]
 
 
 class RandomState:
-    """Remembers all random states of the process and puts them back.
-
-    Args:
-        devices: The devices besides the CPU that draw random numbers.
-    """
+    """Remembers all random states of the process and puts them back."""
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._torch = torch.default_generator.clone_state()
@@ -195,15 +191,7 @@ def capture(model: torch.nn.Module | None = None, *, limit: int = LIMIT) -> byte
 
 @contextmanager
 def restored(data: bytes | None, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Put a state in force for a block, and put back afterwards what was.
-
-    Args:
-        data: What `capture` gave; None to change nothing, only to put back what the block changes.
-        model: The model to put the weights into.
-
-    Raises:
-        LedgerError: The state is not whole, or does not fit the model.
-    """
+    """Put a state in force for a block, and put back afterwards what was."""
     state = None if data is None else _whole(decode(data))
     weights = {} if model is None else {name: value.clone() for name, value in model.state_dict().items()}
     chance = random_state()
@@ -218,11 +206,7 @@ def restored(data: bytes | None, model: torch.nn.Module | None = None) -> Iterat
 
 
 def random_state() -> dict[str, Any]:
-    """Give the random states of torch, Python and, where it is loaded, numpy.
-
-    Returns:
-        The states by library, as values that a payload can hold.
-    """
+    """Give the random states of torch, Python and, where it is loaded, numpy."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -232,11 +216,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put random states in force, as far as their libraries are here.
-
-    Args:
-        state: What `random_state` gave.
-    """
+    """Put random states in force, as far as their libraries are here."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
@@ -356,15 +336,7 @@ def _alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 class TrainingState:
-    """Buffers, gradients, random state and modes around some modules.
-
-    Args:
-        modules: The modules that a step runs.
-
-    Attributes:
-        open: Whether a step has begun whose end was neither `close` nor `give_back`.
-        patches: What a search replaces in hooks and modules.
-    """
+    """Buffers, gradients, random state and modes around some modules."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._roots = list(modules)
@@ -401,11 +373,7 @@ class TrainingState:
         return strangers
 
     def remember(self, guests: Sequence[torch.Tensor] = ()) -> None:
-        """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied.
-
-        Args:
-            guests: Tensors besides the parameters that take a gradient in this step: inputs.
-        """
+        """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied."""
         if self.open:
             self.give_back()
         self._modes.remember()
@@ -460,14 +428,7 @@ class TrainingState:
         return dict(self._gradients)
 
     def sums(self, without: Collection[torch.Tensor] = ()) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """Make ready to add the step's gradients to those laid aside, as autograd does, in one call or none.
-
-        Args:
-            without: Parameters whose gradients have been added already.
-
-        Returns:
-            The arguments of that call: `map(add_tensors, *state.sums())`. Until it is made, `give_back` can be called.
-        """
+        """Make ready to add the step's gradients to those laid aside, as autograd does, in one call or none."""
         earlier_ones, new_ones, done = list[torch.Tensor](), list[torch.Tensor](), set(without)
         for parameter, earlier in self._gradients:
             if parameter in done:
@@ -491,11 +452,7 @@ class TrainingState:
         self.open = False
 
     def give_back(self, *, device_died: bool = False) -> None:
-        """Leave everything as it was before the step, unless that has been done or the step was finished.
-
-        Args:
-            device_died: Put back only what needs no work on a device.
-        """
+        """Leave everything as it was before the step, unless that has been done or the step was finished."""
         if self.open:
             to_the_end(partial(self._give_back, device_died))
 

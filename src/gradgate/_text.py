@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["as_text", "class_name", "json_text", "plain", "text_of", "visible"]
-
 _LARGEST = 2**63 - 1
 _LONGEST = 2_000
 
@@ -79,15 +77,7 @@ def class_name(kind: type) -> str:
 
 
 def as_text(value: object, limit: int | None = None) -> str:
-    """Give a value as text that can be encoded, cut to a length.
-
-    Args:
-        value: Anything; a tensor of one number, as loaders make of an index, is that number.
-        limit: How many characters to keep, all if None.
-
-    Returns:
-        The text; half a surrogate pair (as in odd file names) is written as an escape.
-    """
+    """Give a value as text that can be encoded, cut to a length."""
     text = value if isinstance(value, str) else text_of(value, _scalar)
     if limit is not None and len(text) > limit:
         text = f"{text[:limit]}... ({len(text) - limit:,} more characters)"

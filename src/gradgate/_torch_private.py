@@ -38,26 +38,12 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     `Function.apply` of a new-style Function (one with `setup_context`) looks at the signature of `forward` on
     each call, about 20 us; the C-level apply beneath it does not. Only the C-level one runs old-style Functions
     (a `forward` that takes ctx) just as `apply` does, and only outside torch.func and torch.compile.
-
-    Args:
-        function: The Function, with a forward that takes ctx.
-        *args: What forward takes after ctx.
-
-    Returns:
-        What forward returns.
     """
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def bound_apply(function: type[torch.autograd.Function]) -> Any:
-    """Give what `apply_function` calls for this Function, to be kept and called where every microsecond counts.
-
-    Args:
-        function: As for `apply_function`.
-
-    Returns:
-        The C-level apply.
-    """
+    """Give what `apply_function` calls for this Function, to be kept and called where every microsecond counts."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -71,27 +57,13 @@ def latest_node_number() -> int:
 
 
 def node_number(node: Any) -> int:
-    """Give the number of a node of the graph, which `latest_node_number` gave when it was made; -1 for leaves.
-
-    Args:
-        node: A node, as in `tensor.grad_fn`.
-
-    Returns:
-        Its number.
-    """
+    """Give the number of a node of the graph, which `latest_node_number` gave when it was made; -1 for leaves."""
     number = int(node._sequence_nr())
     return -1 if number >= 2**63 else number
 
 
 def nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Walk through the graph that tensors were computed by.
-
-    Args:
-        tensors: Where to begin; those without a graph are passed over.
-
-    Yields:
-        Every node that a backward from there would come to, once each.
-    """
+    """Walk through the graph that tensors were computed by."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -104,50 +76,22 @@ def nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
-    """Give the leaf that a node adds gradients to.
-
-    Args:
-        node: A node of the graph.
-
-    Returns:
-        The leaf, or None for a node that stands for an operation.
-    """
+    """Give the leaf that a node adds gradients to."""
     return getattr(node, "variable", None)
 
 
 def schema_of(operator: Any) -> Any:
-    """Give the schema of an operator: its arguments and results, and which of them it writes to or views.
-
-    Args:
-        operator: What a dispatch mode is handed as `func`.
-
-    Returns:
-        The schema.
-    """
+    """Give the schema of an operator: its arguments and results, and which of them it writes to or views."""
     return operator._schema
 
 
 def function_class_of(node: Any) -> type[torch.autograd.Function] | None:
-    """Give the user's autograd Function that made a node.
-
-    Args:
-        node: A node, as in `tensor.grad_fn`.
-
-    Returns:
-        The class, or None for nodes of torch's own.
-    """
+    """Give the user's autograd Function that made a node."""
     return getattr(type(node), "_forward_cls", None)
 
 
 def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
-    """Give the tensors that a node of torch's own saved for backward and has not let go of.
-
-    Args:
-        node: A node whose backward runs.
-
-    Returns:
-        The tensors, each by its name in the formula, such as "self" or "result".
-    """
+    """Give the tensors that a node of torch's own saved for backward and has not let go of."""
     found = {}
     for name in dir(node):
         if name.startswith("_saved_"):
@@ -185,32 +129,17 @@ undispatched = torch._C._DisableTorchDispatch
 
 
 def enter_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
-    """Put a mode in force in this thread.
-
-    Args:
-        mode: A mode.
-    """
+    """Put a mode in force in this thread."""
     mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def leave_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
-    """Take a mode that is on top out of force.
-
-    Args:
-        mode: A mode.
-    """
+    """Take a mode that is on top out of force."""
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
-    """Tell whether a mode was entered last in this thread, so that it can be left.
-
-    Args:
-        mode: A mode.
-
-    Returns:
-        Whether it lies on top of the modes of its kind.
-    """
+    """Tell whether a mode was entered last in this thread, so that it can be left."""
     if isinstance(mode, DispatchMode):
         return _get_current_dispatch_mode() is mode
     top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
@@ -272,27 +201,13 @@ def _autocast_nesting() -> int:
 
 
 def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
-    """Give the module that torch.compile wrapped, which has the names that the user gave; else the module itself.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        The wrapped module, or the same one.
-    """
+    """Give the module that torch.compile wrapped, which has the names that the user gave; else the module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Tell whether a module, as such, was compiled: wrapped by torch.compile or by its own `compile()`.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        Whether it was.
-    """
+    """Tell whether a module, as such, was compiled: wrapped by torch.compile or by its own `compile()`."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -330,14 +245,7 @@ _MODULE_CALL = torch.nn.Module._call_impl.__code__
 
 
 def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
-    """Find the innermost call of a module that an exception came through, with its arguments.
-
-    Args:
-        traceback: The exception's traceback.
-
-    Returns:
-        The call, or None if the exception came through no module.
-    """
+    """Find the innermost call of a module that an exception came through, with its arguments."""
     found = None
     while traceback is not None:
         if traceback.tb_frame.f_code is _MODULE_CALL:
@@ -351,13 +259,7 @@ def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
 
 @contextmanager
 def watched_modules(patches: Patches, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Call functions around the forward of every module, as long as the block lasts.
-
-    Args:
-        patches: Notes the hooks; removes them also where an interrupt keeps the block from doing so.
-        enter: Called before, with the module and its positional arguments.
-        leave: Called after, with the module, its positional and keyword arguments, and its output.
-    """
+    """Call functions around the forward of every module, as long as the block lasts."""
     key = object()
     with patches.block():
         patches.put(module_hooks._global_forward_hooks_with_kwargs, key, True)
@@ -397,14 +299,7 @@ Replica = DistributedDataParallel
 
 
 def replica_obstacle(replica: Replica) -> str | None:
-    """Tell what of a replica's way to reduce gradients cannot be done by others.
-
-    Args:
-        replica: A model in DistributedDataParallel.
-
-    Returns:
-        What it is, or None.
-    """
+    """Tell what of a replica's way to reduce gradients cannot be done by others."""
     if replica._comm_hooks:
         return "a communication hook"
     if replica.mixed_precision is not None:
@@ -417,22 +312,14 @@ def replica_obstacle(replica: Replica) -> str | None:
 
 
 def sync_buffers(replica: Replica) -> None:
-    """Give every process the buffers of the first, if the replica's next forward would; all processes call this.
-
-    Args:
-        replica: A model in DistributedDataParallel.
-    """
+    """Give every process the buffers of the first, if the replica's next forward would; all processes call this."""
     if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         replica._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def alone_in_replica(replica: Replica) -> Iterator[None]:
-    """Let a replica run forward and backward without a single collective, as long as the block lasts.
-
-    Args:
-        replica: A model in DistributedDataParallel.
-    """
+    """Let a replica run forward and backward without a single collective, as long as the block lasts."""
     reduced = replica.require_backward_grad_sync
     begun = replica.static_graph and replica._static_graph_delay_allreduce_enqueued
     replica.require_backward_grad_sync = replica.require_forward_param_sync = False
@@ -454,28 +341,14 @@ def _is_shard(module: torch.nn.Module) -> bool:
 
 
 def shard_roots(model: torch.nn.Module) -> list[Any]:
-    """List the outermost modules of a model that FSDP2 was applied to.
-
-    Args:
-        model: A model.
-
-    Returns:
-        The modules.
-    """
+    """List the outermost modules of a model that FSDP2 was applied to."""
     if _is_shard(model):
         return [model]
     return [root for child in model.children() for root in shard_roots(child)]
 
 
 def shard_group(root: Any) -> distributed.ProcessGroup | None:
-    """Give the processes that share a sharded module: of its mesh, or all where the mesh has several dimensions.
-
-    Args:
-        root: An outermost sharded module.
-
-    Returns:
-        The group; None if there is none that holds the whole mesh.
-    """
+    """Give the processes that share a sharded module: of its mesh, or all where the mesh has several dimensions."""
     groups = [group for state in _states(root) for group in state._fsdp_param_groups]
     meshes = {group.mesh_info.mesh for group in groups}
     if len(meshes) != 1:
@@ -494,9 +367,6 @@ def alone_in_shards(roots: Sequence[Any]) -> Iterator[None]:
     """Gather the whole parameters, and let each process run forward and backward with them by itself.
 
     Every process enters. Inside, `parameters()` gives whole parameters, and their gradients are plain ones.
-
-    Args:
-        roots: Outermost sharded modules.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -520,11 +390,7 @@ def alone_in_shards(roots: Sequence[Any]) -> Iterator[None]:
 
 
 def reduce_shards(roots: Sequence[Any]) -> None:
-    """Do with whole gradients what the end of a backward does: mean over processes, each its shard; or accumulate.
-
-    Args:
-        roots: Outermost sharded modules, inside of `alone_in_shards`.
-    """
+    """Do with whole gradients what the end of a backward does: mean over processes, each its shard; or accumulate."""
     for root in roots:
         root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -546,14 +412,6 @@ def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
 
     The memory is shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
     operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone).
-
-    Args:
-        x: A tensor.
-
-    Returns:
-        The same values under another name. None for a parameter (and a view of one): its memory must stay where it
-        is. None also where torch cannot do it: memory that it does not own (numpy's, shared memory), layouts that are
-        not strided, many subclasses, and complex dtypes while recording.
     """
     base = x._base
     owner = x if base is None else base
@@ -570,24 +428,13 @@ def without_copy(x: torch.Tensor) -> torch.Tensor:
 
     Where copy-on-write is not to be had the result is a view. Autograd refuses to overwrite a view that an autograd
     Function has returned, so x is safe there too.
-
-    Args:
-        x: A strided tensor.
-
-    Returns:
-        The same values under another name.
     """
     shared = recorded_without_copy(x)
     return x.view_as(x) if shared is None else shared
 
 
 def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy many tensors in one call; half the time of a loop.
-
-    Args:
-        destinations: Where to; written in place.
-        sources: Where from, in the same order.
-    """
+    """Copy many tensors in one call; half the time of a loop."""
     if destinations:
         torch._foreach_copy_(destinations, sources)
 
@@ -663,12 +510,6 @@ def has_data(*tensors: torch.Tensor) -> bool:
 
     It may not while torch.compile or FakeTensorMode traces, on the meta device, or where vmap holds a whole batch
     of values in the place of each one. Inside torch.func.grad and jvp it may.
-
-    Args:
-        *tensors: Any tensors.
-
-    Returns:
-        Whether `.item()`, `nonzero()` and boolean indexing work on all of them.
     """
     if is_compiling() or _dispatch_mode(_FAKE) is not None:
         return False
@@ -712,12 +553,5 @@ storage_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type:
 
 
 def holds_its_values(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has its values in memory of its own, and does not wrap or only imitate others.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        False for fake tensors, distributed tensors and other subclasses that dispatch by themselves.
-    """
+    """Tell whether a tensor has its values in memory of its own, and does not wrap or only imitate others."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

@@ -11,19 +11,11 @@ from typing import Any, TypeGuard
 
 import torch
 
-__all__ = ["children_of", "is_array", "is_record", "is_shared", "leaves_of", "rebuilt", "with_own_containers"]
-
 
 def with_own_containers(tree: Any) -> Any:
     """Copy the lists, mappings and dataclasses of a batch, but not what is in them.
 
     A loss function may rebind what is in its batch (`batch.pop("labels")`); the copy does not know of it.
-
-    Args:
-        tree: The batch.
-
-    Returns:
-        The same batch in containers that nobody else has.
     """
     kind = type(tree)
     if kind is torch.Tensor:

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from gradgate._names import class_name, describe, listed, text_of
+from gradgate._names import describe, listed
 from gradgate._payload import Fields, decode, missing_in
 from gradgate._source import raising_line
 from gradgate._state import restored
-from gradgate._text import visible
+from gradgate._text import class_name, text_of, visible
 from gradgate._torch_private import leaf_of, nodes_below
 from gradgate.doctor import Diagnosis, diagnose
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError

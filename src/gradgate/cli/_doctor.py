@@ -8,8 +8,6 @@ from pathlib import Path
 
 import click
 
-__all__ = ["doctor"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 

@@ -13,8 +13,6 @@ from gradgate.cli._output import cell_text, json_option, moment, on_a_terminal, 
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Stage
 
-__all__ = ["ledger"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 

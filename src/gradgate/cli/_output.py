@@ -24,13 +24,7 @@ def show_json(value: object) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
-    """Print rows: as a table on a terminal, as tab-separated lines elsewhere.
-
-    Args:
-        columns: The heads.
-        rows: The cells; the last one of a row gets the room that is left on a terminal.
-        title: What it shows, for the terminal.
-    """
+    """Print rows: as a table on a terminal, as tab-separated lines elsewhere."""
     cells = [[cell_text(cell) for cell in row] for row in rows]
     columns = [visible(column) for column in columns]
     if not on_a_terminal():
@@ -65,14 +59,7 @@ def cell_text(value: object) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Give a time as local date and time.
-
-    Args:
-        seconds: Seconds since the epoch of the clock.
-
-    Returns:
-        The text; the number itself if there is no such date.
-    """
+    """Give a time as local date and time."""
     if seconds is None:
         return ""
     try:

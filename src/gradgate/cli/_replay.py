@@ -16,8 +16,6 @@ from gradgate._text import text_of
 from gradgate.cli._output import json_option, say, show_json
 from gradgate.errors import GradgateError
 
-__all__ = ["replay"]
-
 _EXIT = {"passes": 0, "same": 3, "another": 4}
 
 

@@ -14,8 +14,6 @@ from gradgate.cli._output import json_option, say, show_json
 from gradgate.ledger import Ledger
 from gradgate.report import LiveView, render_page, write_page
 
-__all__ = ["report"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 

@@ -30,15 +30,7 @@ class AdvancedIndex(NamedTuple):
 
 
 class ParsedIndex(NamedTuple):
-    """What an index says about a tensor of one shape.
-
-    Attributes:
-        basic: Ints, slices with positive steps and None; applied to x it gives the view.
-        backwards: The dimensions of the view whose slice had a negative step.
-        masks: The boolean masks, each with the first dimension that it covers.
-        indices: The index tensors.
-        missed: The dimensions of x whose int is out of range under `mode="drop"`: then there is no place at all.
-    """
+    """What an index says about a tensor of one shape."""
 
     basic: tuple[Any, ...]
     backwards: tuple[int, ...]
@@ -73,14 +65,7 @@ class ParsedIndex(NamedTuple):
 
 
 def check_mode(mode: str) -> None:
-    """Refuse a mode that does not exist.
-
-    Args:
-        mode: What to do with an index that is out of range.
-
-    Raises:
-        ArgumentValueError: It is none of the three.
-    """
+    """Refuse a mode that does not exist."""
     if mode not in _MODES:
         raise ArgumentValueError(
             f"at(x)[...]: `mode` is {describe(mode)}.",
@@ -90,21 +75,7 @@ def check_mode(mode: str) -> None:
 
 
 def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> ParsedIndex:
-    """Read an index.
-
-    Args:
-        index: Anything that stands between the brackets.
-        shape: The shape of what is indexed.
-        device: Where index tensors go.
-        mode: What to do with an int that is out of range.
-
-    Returns:
-        What it says.
-
-    Raises:
-        ArgumentTypeError: Something in it is no index.
-        ArgumentIndexError: It has too many parts, an int is out of range, or a mask does not fit.
-    """
+    """Read an index."""
     if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.device == device and len(shape):
         return ParsedIndex((), (), (), (AdvancedIndex(0, 0, index),), ())  # the commonest one, at once
     items = [_as_item(item, device) for item in (index if isinstance(index, tuple) else (index,))]
@@ -147,17 +118,7 @@ def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> P
 
 
 def out_of_range(function: str, index: int, dim: int, size: int) -> ArgumentIndexError:
-    """Make the error of an index that is out of range.
-
-    Args:
-        function: What was called, as "at(x)[...]".
-        index: The index as it was given.
-        dim: The dimension of x.
-        size: Its size.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Make the error of an index that is out of range."""
     there = f"indices from {-size} to {size - 1}" if size else "no index at all"
     return ArgumentIndexError(
         f"{function}: index {index} is out of range for dimension {dim} of size {size}.",
@@ -281,18 +242,6 @@ def as_value(value: Any, x: torch.Tensor, *, function: str) -> torch.Tensor:
 
     A value may be cast where no kind of information is lost: bool to int to float to complex, and between widths of
     one kind. The other direction (a float into an integer tensor) would round in silence.
-
-    Args:
-        value: A number, a tensor, or what `torch.as_tensor` takes.
-        x: What it is written into.
-        function: The call, for messages.
-
-    Returns:
-        The tensor; its gradient flows back to the value, in the value's dtype.
-
-    Raises:
-        ArgumentTypeError: It is no number or tensor, or of a kind that x cannot hold.
-        ArgumentValueError: It is too large for the dtype of x, or on another device.
     """
     if type(value) in (bool, int, float, complex):
         return _number(value, x, function)
@@ -323,20 +272,7 @@ def as_value(value: Any, x: torch.Tensor, *, function: str) -> torch.Tensor:
 def fit(
     value: torch.Tensor, shape: Sequence[int], *, function: str, spoken: Sequence[object] | None = None
 ) -> torch.Tensor:
-    """Broadcast a value to the shape of the selection.
-
-    Args:
-        value: The value.
-        shape: The shape of `x[idx]`.
-        function: The call, for messages.
-        spoken: How to call that shape in a message, where not all of it is known.
-
-    Returns:
-        The value, expanded.
-
-    Raises:
-        ArgumentValueError: It does not broadcast.
-    """
+    """Broadcast a value to the shape of the selection."""
     if value.shape == shape:
         return value
     given = tuple(value.shape)

@@ -26,14 +26,7 @@ Done = TypeVar("Done")
 
 
 class Scatter:
-    """The places of a view that index tensors choose.
-
-    Args:
-        advanced_indices: The index tensors, each with its dimension of the view.
-        view: The view itself.
-        mode: What to do with what is out of range.
-        unique: The caller knows that no place is named twice (before any clipping).
-    """
+    """The places of a view that index tensors choose."""
 
     def __init__(self, advanced_indices: Sequence[AdvancedIndex], view: torch.Tensor, mode: str, unique: bool) -> None:
         dims = [advanced.dim for advanced in advanced_indices]
@@ -396,17 +389,7 @@ def _undefined(function: str, x: torch.Tensor, why: str, fix: str) -> ArgumentTy
 
 
 def with_rows(x: torch.Tensor, index: Any, rows: Any, unique: bool) -> torch.Tensor | None:
-    """Give x with other rows, if all is plain and well.
-
-    Args:
-        x: The tensor.
-        index: Which rows, perhaps.
-        rows: What they become, perhaps.
-        unique: No row is named twice.
-
-    Returns:
-        The new tensor; None if something is wrong or not as usual, so that a closer look is needed.
-    """
+    """Give x with other rows, if all is plain and well."""
     if not (isinstance(index, torch.Tensor) and isinstance(rows, torch.Tensor)):
         return None
     if index.dtype is not torch.int64 or index.dim() != 1 or not x.dim() or rows.dtype is not x.dtype:

@@ -221,14 +221,7 @@ class Elements(Region):
 
 
 def region_of(mask: torch.Tensor) -> Region:
-    """Give the cheapest region for a mask of the parameter's shape; True is frozen.
-
-    Args:
-        mask: A boolean tensor.
-
-    Returns:
-        Rows where each row is all or nothing, single elements where they are few, else the dense mask.
-    """
+    """Give the cheapest region for a mask of the parameter's shape; True is frozen."""
     if mask.dim() == 0 or mask.numel() == 0:
         return Elements(mask)
     by_row = mask.reshape(len(mask), -1)
@@ -239,15 +232,7 @@ def region_of(mask: torch.Tensor) -> Region:
 
 
 def union(regions: Iterable[Region], like: torch.Tensor) -> Region | None:
-    """Give the region that holds what any of these holds.
-
-    Args:
-        regions: The regions, of one parameter.
-        like: A tensor of the parameter's shape.
-
-    Returns:
-        Their union; None where there are none.
-    """
+    """Give the region that holds what any of these holds."""
     regions = list(regions)
     if len(regions) < 2:
         return regions[0] if regions else None
@@ -264,11 +249,7 @@ _ATTRIBUTES = (WATCHERS, "__deepcopy__", "__reduce_ex__")
 
 
 class Watcher:
-    """What wants to be asked around an optimizer's step. It must not refer to its parameter.
-
-    Attributes:
-        late: Whether it acts after a step only when all others have.
-    """
+    """What wants to be asked around an optimizer's step. It must not refer to its parameter."""
 
     late = False
 
@@ -435,14 +416,7 @@ _NOT_AT_REST_AT_ZERO = {"ax", "step_size"}
 
 
 class FreezeState(Watcher):
-    """The freezes and pins of one parameter, counted: it is free again when the last of them has gone.
-
-    Attributes:
-        freezes: Who froze it as a whole: the words of each call, by the token of its handle.
-        pins: Which elements are pinned, by the token of the pin.
-        learned: Whether the parameter required gradients before its first freeze.
-        synchronised: Whether DistributedDataParallel waits for its gradient, so that there must be one.
-    """
+    """The freezes and pins of one parameter, counted: it is free again when the last of them has gone."""
 
     def __init__(self) -> None:
         self.freezes: dict[str, str] = {}

@@ -239,17 +239,7 @@ def train_only(model: nn.Module, *what: Selector, statistics: bool = True) -> Fr
 
 
 def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: bool) -> FreezeHandle:
-    """Freeze parameters by name, with those that share their memory.
-
-    Args:
-        model: The bare model.
-        names: The names, every one of a tied parameter.
-        label: What `trainable` says as the reason.
-        statistics: Whether running statistics of what is frozen stop.
-
-    Returns:
-        The handle.
-    """
+    """Freeze parameters by name, with those that share their memory."""
     known = named_parameters(model)
     if empty := [name for name in names if is_lazy(known[name]) or known[name].is_meta]:
         raise ArgumentValueError(
@@ -357,18 +347,7 @@ Selector = str | re.Pattern[str] | nn.Module | torch.Tensor | Callable[[str, nn.
 
 
 def bare(model: nn.Module, function: str) -> nn.Module:
-    """Give the model itself, without DistributedDataParallel and torch.compile around it.
-
-    Args:
-        model: What the user gave.
-        function: The public function that was called.
-
-    Returns:
-        The model whose names the user knows.
-
-    Raises:
-        ArgumentTypeError: It is no module.
-    """
+    """Give the model itself, without DistributedDataParallel and torch.compile around it."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
             f"{function}(): `model` is {describe(model)}.",
@@ -403,18 +382,6 @@ def select(model: nn.Module, what: Sequence[Selector], function: str) -> list[st
 
     A glob or a regex means a parameter if it matches the parameter's full name or that of a module around it. The
     order of the selectors does not matter, and what several of them mean is taken once.
-
-    Args:
-        model: The bare model.
-        what: The selectors.
-        function: The public function that was called.
-
-    Returns:
-        The names in the model's order; a parameter that is chosen under one of its names is there under all.
-
-    Raises:
-        NothingMatchedError: A selector means nothing in this model.
-        ArgumentTypeError: A selector is of another kind.
     """
     known = named_parameters(model)
     chosen: set[int] = set()
@@ -429,14 +396,7 @@ def select(model: nn.Module, what: Sequence[Selector], function: str) -> list[st
 
 
 def ties_of(known: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
-    """Find the parameters that share memory: one object under several names, or several objects over one storage.
-
-    Args:
-        known: Every parameter under every name.
-
-    Returns:
-        For each name that is tied: the other names, in the model's order.
-    """
+    """Find the parameters that share memory: one object under several names, or several objects over one storage."""
     pieces: dict[object, list[tuple[int, int, str]]] = {}
     for name, parameter in known.items():
         part = local_part(parameter)

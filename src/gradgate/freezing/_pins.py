@@ -25,8 +25,6 @@ from gradgate.freezing._verify import (
     fingerprint,
 )
 
-__all__ = ["Pin", "pin", "row_numbers"]
-
 
 class Pin:
     """Elements of one parameter that stay what they are; made by `pin`.
@@ -239,20 +237,7 @@ def pin(
 
 
 def row_numbers(rows: Sequence[int] | torch.Tensor | range, parameter: torch.Tensor, function: str) -> torch.Tensor:
-    """Give row numbers as a sorted tensor without repetitions, on the parameter's device.
-
-    Args:
-        rows: What the user gave.
-        parameter: The parameter whose rows they are.
-        function: The public function that was called.
-
-    Returns:
-        The numbers, none of them negative.
-
-    Raises:
-        ArgumentTypeError: They are not integers.
-        ArgumentIndexError: One of them does not exist.
-    """
+    """Give row numbers as a sorted tensor without repetitions, on the parameter's device."""
     try:
         numbers = rows if isinstance(rows, torch.Tensor) else torch.as_tensor(list(rows))
     except (TypeError, ValueError, RuntimeError):  # not iterable, or a list of anything

@@ -37,8 +37,6 @@ from gradgate.freezing._freeze_state import (
 from gradgate.freezing._pins import row_numbers
 from gradgate.freezing._verify import Fingerprint, check_unmoved, fingerprint
 
-__all__ = ["RowTraining", "merge_rows", "rows_of", "train_rows"]
-
 _SUFFIX = "_rows"
 _HANDLE = "_gradgate_rows"
 

@@ -12,8 +12,6 @@ from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._layers import FreezeHandle, Selector, bare, freeze_named, named_parameters, select
 
-__all__ = ["FreezeSchedule"]
-
 _last: WeakKeyDictionary[nn.Module, ref[FreezeSchedule]] = WeakKeyDictionary()
 """The schedule of each model: a schedule decides about all of it, so the one that spoke last holds alone."""
 

@@ -16,8 +16,6 @@ from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
 from gradgate.freezing._layers import bare, has_statistics, held_statistics, named_modules, named_parameters, ties_of
 from gradgate.freezing._rows import rows_of
 
-__all__ = ["Totals", "TrainableTable", "trainable"]
-
 
 @dataclass(frozen=True)
 class Totals:

@@ -36,13 +36,7 @@ _MIX = 0x2545_F491_4F6C_DD1D  # any odd number with its bits well spread
 
 @dataclass(frozen=True)
 class Moved:
-    """The first movement: the elements first to last hold it, one element where it could be told.
-
-    Attributes:
-        first: The number of the first element that may have moved.
-        last: The number of the last one that belongs to the same block.
-        before: The value it had, where a single element moved.
-    """
+    """The first movement: the elements first to last hold it, one element where it could be told."""
 
     first: int
     last: int
@@ -58,14 +52,7 @@ class Fingerprint:
     count: int
 
     def moved(self, values: torch.Tensor) -> Moved | None:
-        """Find the first element that is not what it was.
-
-        Args:
-            values: The values of now, as many as then and of the same dtype.
-
-        Returns:
-            Where it is; None if nothing moved.
-        """
+        """Find the first element that is not what it was."""
         now = fingerprint(values).sums
         then = self.sums.to(now.device)
         wrong = (now != then).any(dim=0).nonzero()
@@ -84,14 +71,7 @@ class Fingerprint:
 
 
 def fingerprint(values: torch.Tensor) -> Fingerprint:
-    """Take the fingerprint of values.
-
-    Args:
-        values: Any tensor; its elements are read in order.
-
-    Returns:
-        The fingerprint, on the device of the values; nothing waits for that device.
-    """
+    """Take the fingerprint of values."""
     words = _words(values)
     rows = 1 if values.element_size() <= 4 else 2
     weights = _weights()[:rows]

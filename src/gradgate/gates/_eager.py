@@ -18,8 +18,6 @@ from gradgate._torch_private import bound_apply, copy_on_write, recorded_without
 from gradgate.errors import GradgateError
 from gradgate.gates._rules import GateMeter, Mask, Rule, Whole, on_stored_values
 
-__all__ = ["put_mask", "put_rule", "swap"]
-
 Treatment = Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor | None, ...]]
 """What autograd meets in backward: `treated` with everything but the gradients given."""
 
@@ -98,13 +96,6 @@ def put_mask(x: torch.Tensor, keep: Any) -> torch.Tensor | None:
     """Do what `put_rule` does, in the commonest case: one answer for each element of an activation.
 
     On a small tensor each check and each call is felt, so everything that this case needs is here, and nothing else.
-
-    Args:
-        x: What the user gave, perhaps no tensor.
-        keep: What the user gave, perhaps no mask.
-
-    Returns:
-        The values of x; None in every other case, with nothing done.
     """
     if (
         type(keep) is not Tensor
@@ -127,17 +118,7 @@ def put_mask(x: torch.Tensor, keep: Any) -> torch.Tensor | None:
 
 
 def put_rule(x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None) -> torch.Tensor:
-    """Give x with a rule for its gradient; only the values where no gradient will come.
-
-    Args:
-        x: Any tensor.
-        rule: What happens to its gradient.
-        operand: The tensor that the rule stands on, if there is one; it must be the same in backward.
-        meter: Counts, if there is one.
-
-    Returns:
-        The values of x.
-    """
+    """Give x with a rule for its gradient; only the values where no gradient will come."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         # Not x itself: an in-place operation that follows must not do in evaluation what it does not do in training.
         return _values(x) if x.is_floating_point() or x.is_complex() else x

@@ -287,12 +287,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> None:
-    """Make sure that a factor is a finite number, or a real tensor that fits x and wants no gradient.
-
-    Raises:
-        ArgumentTypeError: It is neither, or a mask.
-        ArgumentValueError: It is not finite, requires grad, is on another device or does not broadcast to x.
-    """
+    """Make sure that a factor is a finite number, or a real tensor that fits x and wants no gradient."""
     if isinstance(factor, torch.Tensor):
         if factor.dtype is torch.bool or factor.is_complex():
             raise ArgumentTypeError(
@@ -362,12 +357,7 @@ def check_fill_value(fill_value: Any, x: torch.Tensor, *, function: str = "finit
 
 
 def check_meter(meter: Any, *, function: str, traced: bool) -> None:
-    """Make sure that a meter is one, and can count here.
-
-    Raises:
-        ArgumentTypeError: It is something else.
-        ArgumentValueError: The call is inside torch.compile or torch.func.
-    """
+    """Make sure that a meter is one, and can count here."""
     if not isinstance(meter, GateMeter):
         raise ArgumentTypeError(
             f"{function}(): `meter` is {describe(meter)}.",
@@ -383,12 +373,7 @@ def check_meter(meter: Any, *, function: str, traced: bool) -> None:
 
 
 def check_pair(hard: torch.Tensor, soft: torch.Tensor) -> None:
-    """Make sure that the two sides of straight_through have one shape, dtype and device.
-
-    Raises:
-        ArgumentTypeError: Their dtypes differ, or are not floating.
-        ArgumentValueError: Their shapes or devices differ.
-    """
+    """Make sure that the two sides of straight_through have one shape, dtype and device."""
     if hard.dtype != soft.dtype or not (soft.is_floating_point() or soft.is_complex()):
         raise ArgumentTypeError(
             f"straight_through(): `hard` is {describe(hard)}, `soft` is {describe(soft)}.",

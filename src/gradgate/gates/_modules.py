@@ -24,8 +24,6 @@ from gradgate.gates._functions import (
 )
 from gradgate.gates._rules import GateMeter
 
-__all__ = ["ClipGrad", "FiniteGrad", "Gate", "ReverseGrad", "ScaleGrad"]
-
 _NUMBER = torch.zeros((), dtype=torch.float64)  # stands for a tensor that is not known yet
 
 

@@ -11,8 +11,6 @@ from gradgate._torch_private import inside_forward_mode, inside_functorch, is_co
 from gradgate.errors import ArgumentError
 from gradgate.gates._rules import LOW_PRECISION, Mask, Rule, Scale, Whole
 
-__all__ = ["put_rule", "swap"]
-
 
 class TracedSwap(torch.autograd.Function):
     """The value of hard with the gradient of soft; Dynamo takes only Functions without a jvp."""

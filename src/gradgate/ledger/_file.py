@@ -102,15 +102,7 @@ class Connection(sqlite3.Connection):
 
 
 class LedgerFile:
-    """The file of a ledger, and this process's connection to it.
-
-    Args:
-        path: Where it is.
-        read_only: Never write to it, nor create it.
-
-    Raises:
-        LedgerError: It cannot be opened, or it is not a ledger.
-    """
+    """The file of a ledger, and this process's connection to it."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self.path = path
@@ -134,12 +126,7 @@ class LedgerFile:
 
     @contextmanager
     def writing(self, patience: float | None = None, *, size: int = MEGABYTE) -> Iterator[Connection]:
-        """Give the connection in a transaction: all of the block is written, or nothing.
-
-        Args:
-            patience: How many seconds to wait for other writers.
-            size: How many bytes are written at most.
-        """
+        """Give the connection in a transaction: all of the block is written, or nothing."""
         with LOCK, self._explained():
             if self.read_only:
                 raise LedgerError(

@@ -35,21 +35,7 @@ class Questions:
     def incidents(
         self, *, limit: int | None = None, newest_first: bool = False, **filters: Unpack[Filters]
     ) -> list[Incident]:
-        """Give the incidents in the order of time, those that are only in memory last.
-
-        Args:
-            limit: How many at most.
-            newest_first: Begin with the last one.
-            **filters: Which ones: `run`, `cause`, `stage`, `sample_id`, `transient`; `since` and `until` (before) as
-                seconds, a datetime, ISO text, or an age such as "2h".
-
-        Returns:
-            The incidents.
-
-        Raises:
-            ArgumentValueError: `limit` is negative.
-            LedgerError: The file cannot be read.
-        """
+        """Give the incidents in the order of time, those that are only in memory last."""
         if limit is not None and limit < 0:
             raise ArgumentValueError(
                 f"incidents(): `limit` is {limit}.", why="it says how many to give at most.", fix="limit=50"
@@ -60,42 +46,17 @@ class Questions:
         return (waiting[::-1] + found if newest_first else found + waiting)[:limit]
 
     def incident(self, incident_id: str) -> Incident:
-        """Give one incident.
-
-        Args:
-            incident_id: Its id, or the beginning of it if that fits no other.
-
-        Returns:
-            The incident.
-
-        Raises:
-            NothingMatchedError: There is no such incident, or several begin so.
-            LedgerError: The file cannot be read.
-        """
+        """Give one incident."""
         with self._file.reading() as connection:
             return one_incident(connection, incident_id)
 
     def payload_of(self, incident_id: str) -> bytes | None:
-        """Give the stored sample of an incident.
-
-        Args:
-            incident_id: The incident's id.
-
-        Returns:
-            The sample as bytes, or None if it was not stored.
-        """
+        """Give the stored sample of an incident."""
         with self._file.reading(whole=True) as connection:
             return blob(connection, "SELECT data FROM payload WHERE incident = ?", incident_id)
 
     def snapshot_of(self, incident_id: str) -> bytes | None:
-        """Give the stored weights and random state of an incident.
-
-        Args:
-            incident_id: The incident's id.
-
-        Returns:
-            They as bytes, or None if they were not stored.
-        """
+        """Give the stored weights and random state of an incident."""
         question = "SELECT data FROM snapshot WHERE digest = (SELECT snapshot FROM incident WHERE id = ?)"
         with self._file.reading(whole=True) as connection:
             return blob(connection, question, incident_id)
@@ -108,22 +69,7 @@ class Questions:
         retry_after: int | None = None,
         epoch: int | None = None,
     ) -> set[str]:
-        """Give the samples that are known to be bad: with incidents that are not transient and not released since.
-
-        Args:
-            min_count: How many such incidents make a sample bad.
-            cause: Count only incidents of this cause.
-            retry_after: Give a sample another chance when it has sat out this many epochs since it last failed;
-                one whose epoch was not recorded gets none.
-            epoch: The epoch that begins now, for `retry_after`.
-
-        Returns:
-            The samples' ids, as text.
-
-        Raises:
-            ArgumentValueError: `min_count` is not positive, or `retry_after` is given without `epoch`.
-            LedgerError: The file cannot be read.
-        """
+        """Give the samples that are known to be bad: with incidents that are not transient and not released since."""
         if min_count < 1:
             raise ArgumentValueError(
                 f"bad_ids(): `min_count` is {min_count}.", why="a sample without incidents is good.", fix="min_count=1"
@@ -147,26 +93,12 @@ class Questions:
         return bad
 
     def decisions(self, sample_id: object = None) -> list[Decision]:
-        """Give what was decided about samples, in the order of time.
-
-        Args:
-            sample_id: Only about this sample.
-
-        Returns:
-            The decisions.
-        """
+        """Give what was decided about samples, in the order of time."""
         with self._file.reading() as connection:
             return read_decisions(connection, sample_id)
 
     def stats(self, **filters: Unpack[Filters]) -> Stats:
-        """Count the incidents by run, stage, cause and exception, and name the worst samples.
-
-        Args:
-            **filters: Which incidents, as in `incidents`.
-
-        Returns:
-            The counts, of what is in the file.
-        """
+        """Count the incidents by run, stage, cause and exception, and name the worst samples."""
         with self._file.reading() as connection:
             return count_incidents(connection, filters)
 
@@ -176,18 +108,6 @@ class Questions:
         """Write the incidents to a file for other programs.
 
         In csv, a text that a spreadsheet would take for a formula gets a `'` before it.
-
-        Args:
-            path: The file; one that is there is replaced. Or a binary stream, with `format`.
-            format: "csv", "jsonl" or "parquet" (needs pyarrow); by the end of the path if None.
-            **filters: Which incidents, as in `incidents`.
-
-        Returns:
-            How many were written.
-
-        Raises:
-            ArgumentValueError: There is no such format, or the path is the ledger itself.
-            LedgerError: A file cannot be read or written, or pyarrow is missing.
         """
         target = Path(path) if isinstance(path, str | os.PathLike) else path
         if isinstance(target, Path) and target.absolute() == self._file.path:
@@ -200,28 +120,10 @@ class Questions:
     def sql(
         self, question: str, values: Sequence[Any] = (), *, limit: int | None = None, seconds: float = 60
     ) -> Answer:
-        """Ask a question in SQL about the views `incidents`, `samples` and `runs`; nothing can be changed this way.
-
-        Args:
-            question: One SELECT.
-            values: What stands for its question marks.
-            limit: How many rows at most.
-            seconds: How long it may take.
-
-        Returns:
-            The names of the columns, and the rows.
-
-        Raises:
-            ArgumentValueError: The SQL is wrong, or does more than read.
-            LedgerError: It took too long, or the file cannot be read.
-        """
+        """Ask a question in SQL about the views `incidents`, `samples` and `runs`; nothing can be changed this way."""
         return ask(self._file.path, question, values, limit, seconds)
 
     def runs(self) -> list[Run]:
-        """Give all runs that wrote to this file, the first first.
-
-        Returns:
-            The runs.
-        """
+        """Give all runs that wrote to this file, the first first."""
         with self._file.reading() as connection:
             return read_runs(connection)

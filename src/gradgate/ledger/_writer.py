@@ -61,12 +61,7 @@ class Entry:
 
 
 class Writer:
-    """The queue in front of the file.
-
-    Args:
-        file: Where to write.
-        run: The run that incidents belong to which do not say.
-    """
+    """The queue in front of the file."""
 
     def __init__(self, file: LedgerFile, run: Run) -> None:
         self.file = file
@@ -85,11 +80,7 @@ class Writer:
             return [entry.incident for entry in self._waiting]
 
     def announce(self) -> None:
-        """Write the run down now, before its first incident.
-
-        Raises:
-            LedgerError: The file cannot be written.
-        """
+        """Write the run down now, before its first incident."""
         with self.file.writing() as connection:
             write_run(connection, self.run)
         self._runs.add(self.run.name)
@@ -114,9 +105,6 @@ class Writer:
 
         After a failure one incident goes first, then twice as many each time: while nothing can be written, a try costs
         the same however many wait.
-
-        Raises:
-            LedgerError: It still cannot be written.
         """
         with LOCK:
             self._notice_fork()

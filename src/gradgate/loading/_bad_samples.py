@@ -14,8 +14,8 @@ import torch
 import torch.distributed
 from torch.utils.data import get_worker_info
 
-from gradgate._names import class_name, text_of
 from gradgate._source import raising_line
+from gradgate._text import class_name, text_of
 from gradgate.records import Incident, Sink
 
 LOG = logging.getLogger("gradgate")
@@ -134,13 +134,7 @@ def name_of(names: Names, index: Any) -> str:
 
 
 class LoadingLog:
-    """Writes down what was left out.
-
-    Args:
-        dataset: The dataset; if it has a `sample_id(index)`, that gives the ids of its samples.
-        ids: The ids of the samples: a sequence by index, or a function of the index.
-        sink: Where incidents go.
-    """
+    """Writes down what was left out."""
 
     def __init__(self, dataset: Any, ids: Names, sink: Sink | None) -> None:
         self._names: Names = getattr(dataset, "sample_id", None) if ids is None else ids

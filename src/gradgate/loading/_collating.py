@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from gradgate._names import describe, text_of
+from gradgate._names import describe
+from gradgate._text import text_of
 from gradgate._torch_private import write_counts
 from gradgate._trees import leaves_of, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
@@ -53,18 +54,7 @@ def collate(samples: Sequence[Any], collate_fn: Collate | None = None) -> Any:
 def collate_what_fits(
     samples: list[Any], indices: Sequence[Any], collate_fn: Collate, catch: Catch, *, trusted: bool = False
 ) -> tuple[Any, dict[int, BadSample]]:
-    """Collate a batch; if that fails, without the samples that are to blame.
-
-    Args:
-        samples: The samples, all of them loaded.
-        indices: Their indices.
-        collate_fn: Makes a batch of a list.
-        catch: What may be caught.
-        trusted: Whether the collation is known to leave its samples as they are.
-
-    Returns:
-        The batch (None if nothing is left), and the markers of the bad ones by row.
-    """
+    """Collate a batch; if that fails, without the samples that are to blame."""
     untouched = None if trusted else _Samples(samples)
     try:
         return collate_fn(samples), {}
@@ -178,11 +168,7 @@ class _SendablePickler(ForkingPickler):
 
 
 def check_sendable(batch: Any) -> None:
-    """Make sure that a worker can send a batch: what its queue cannot pickle never arrives, and the loop waits for it.
-
-    Raises:
-        PicklingError: It cannot be sent.
-    """
+    """Make sure that a worker can send a batch: what cannot be pickled never arrives, and the loop waits for it."""
     try:
         _SendablePickler(_Discard()).dump(batch)
     except (MemoryError, torch.OutOfMemoryError):

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
-from gradgate._names import listed, text_of
+from gradgate._names import listed
+from gradgate._text import text_of
 from gradgate.loading._bad_samples import Attempts, BadSample, Catch, LoadingLog
 from gradgate.loading._collating import check_sendable, collate_what_fits
 from gradgate.records import Incident
@@ -189,13 +190,7 @@ class FetchingDataset(Around, Dataset[Any]):
 
 
 class FetchingStream(Around, IterableDataset[Any]):
-    """An iterable dataset that gives each sample with its number.
-
-    Args:
-        dataset: The dataset.
-        attempts: What is caught.
-        pass_over: How many bad samples in a row to pass over on the way to a good one.
-    """
+    """An iterable dataset that gives each sample with its number."""
 
     def __init__(self, dataset: Any, attempts: Attempts, pass_over: int) -> None:
         super().__init__(dataset, attempts)
@@ -217,13 +212,7 @@ class FetchingStream(Around, IterableDataset[Any]):
 
 
 class Gather:
-    """The collation of a resilient loader: gives the batch of the good samples and the report.
-
-    Args:
-        collate_fn: The loader's own collation.
-        batched: Whether it takes lists of samples, or single ones.
-        catch: What may be caught.
-    """
+    """The collation of a resilient loader: gives the batch of the good samples and the report."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, catch: Catch) -> None:
         self._collate = collate_fn

@@ -24,13 +24,7 @@ class Asked(NamedTuple):
 
 
 class Requests:
-    """The batches to ask for in one epoch, in order; can go back.
-
-    Args:
-        groups: Gives the indices in groups, such as the batches of a batch sampler.
-        size: How many samples a batch has; None if it has as many as the group of that number.
-        drop_last: Whether a last batch that is short is left out.
-    """
+    """The batches to ask for in one epoch, in order; can go back."""
 
     def __init__(self, groups: Iterator[list[Any]], size: int | None, drop_last: bool) -> None:
         self._groups = groups
@@ -123,11 +117,7 @@ class Requests:
 
 
 class Refilling(Sampler[list[Any]]):
-    """A batch sampler whose batches can be asked for again.
-
-    Args:
-        batches: The loader's own batch sampler.
-    """
+    """A batch sampler whose batches can be asked for again."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches

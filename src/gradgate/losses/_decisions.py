@@ -10,8 +10,6 @@ from gradgate._checks import check_tensor
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Incident, Sink
 
-__all__ = ["record_decisions"]
-
 
 def record_decisions(
     sink: Sink,

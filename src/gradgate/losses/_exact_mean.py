@@ -12,8 +12,6 @@ from gradgate._checks import check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["ExactMean"]
-
 
 class ExactMean:
     """Train on the mean over a whole window - several micro-batches, several ranks - whatever their counts are.

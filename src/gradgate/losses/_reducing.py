@@ -11,18 +11,6 @@ from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = [
-    "Reduction",
-    "check_reduction",
-    "check_weights",
-    "divided",
-    "narrowed",
-    "over_elements",
-    "reduce",
-    "reduced",
-    "wide_dtype",
-]
-
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -74,18 +62,7 @@ def reduced(
     *,
     function: str,
 ) -> torch.Tensor:
-    """Reduce in the way that a `reduction=` argument names.
-
-    Args:
-        per_element: The unreduced losses.
-        keep: As in `reduce`.
-        weights: As in `reduce`.
-        reduction: "mean", "sum", or "none" for the weighted losses themselves, 0 where left out.
-        function: The public function that was called, for messages.
-
-    Returns:
-        The reduced losses.
-    """
+    """Reduce in the way that a `reduction=` argument names."""
     if reduction == "none":
         return narrowed(_weighed(per_element, keep, weights, function=function)[0], per_element)
     total, amount = _sum_and_amount(per_element, keep, weights, function=function)
@@ -93,15 +70,7 @@ def reduced(
 
 
 def check_reduction(reduction: str, *, function: str) -> None:
-    """Make sure that a reduction is one that there is.
-
-    Args:
-        reduction: The argument.
-        function: The public function that was called.
-
-    Raises:
-        ArgumentValueError: It is none of them.
-    """
+    """Make sure that a reduction is one that there is."""
     if reduction not in get_args(Reduction):
         raise ArgumentValueError(
             f"{function}(): `reduction` is {describe(reduction)}.",
@@ -111,35 +80,13 @@ def check_reduction(reduction: str, *, function: str) -> None:
 
 
 def divided(total: torch.Tensor, amount: torch.Tensor, empty: float) -> torch.Tensor:
-    """Divide a sum by how much went into it, and give `empty` where nothing did; nobody looks at the data.
-
-    Args:
-        total: The sum.
-        amount: The number or the weight.
-        empty: What to give where the amount is 0.
-
-    Returns:
-        The mean.
-    """
+    """Divide a sum by how much went into it, and give `empty` where nothing did; nobody looks at the data."""
     some = amount != 0
     return torch.where(some, total / torch.where(some, amount, 1), empty)
 
 
 def over_elements(each: Any, elements: torch.Tensor, *, name: str = "keep", function: str) -> Any:
-    """Line one value per sample up with losses that have more dimensions; leave everything else as it is.
-
-    Args:
-        each: A mask or weights, not checked yet.
-        elements: The losses.
-        name: The argument's name in the signature.
-        function: The public function that was called.
-
-    Returns:
-        The same, of shape (n, 1, ...) if it was (n,).
-
-    Raises:
-        ArgumentValueError: It has one value for each column instead; broadcasting would take that without a word.
-    """
+    """Line one value per sample up with losses that have more dimensions; leave everything else as it is."""
     if not isinstance(each, torch.Tensor) or each.dim() != 1 or elements.dim() < 2:
         return each
     if len(each) == len(elements):
@@ -169,14 +116,7 @@ def _sum_and_amount(
 
 
 def wide_dtype(per_element: torch.Tensor) -> torch.dtype:
-    """Give the dtype to compute in: a half holds neither squares nor counts beyond 65504, an integer has no parts.
-
-    Args:
-        per_element: What is computed with.
-
-    Returns:
-        float32 for halves, torch's default for integers, else its own.
-    """
+    """Give the dtype to compute in: a half holds neither squares nor counts beyond 65504, an integer has no parts."""
     if per_element.dtype in _HALVES:
         return torch.float32
     floating = per_element.is_floating_point() or per_element.is_complex()
@@ -184,15 +124,7 @@ def wide_dtype(per_element: torch.Tensor) -> torch.dtype:
 
 
 def narrowed(result: torch.Tensor, per_element: torch.Tensor) -> torch.Tensor:
-    """Give what was computed from halves as a half again.
-
-    Args:
-        result: What was computed in `wide_dtype`.
-        per_element: What it was computed from.
-
-    Returns:
-        The result in the dtype that was given, if that was a half.
-    """
+    """Give what was computed from halves as a half again."""
     return result.to(per_element.dtype) if per_element.dtype in _HALVES else result
 
 
@@ -216,20 +148,7 @@ def _weighed(
 
 
 def check_weights(weights: torch.Tensor, per_element: torch.Tensor, *, function: str) -> torch.Tensor:
-    """Make sure that weights fit the samples or the elements.
-
-    Args:
-        weights: The argument.
-        per_element: The losses, or something of their shape.
-        function: The public function that was called.
-
-    Returns:
-        The weights, lined up with the losses.
-
-    Raises:
-        ArgumentTypeError: They are no tensor, or complex.
-        ArgumentValueError: They fit neither, or are on another device.
-    """
+    """Make sure that weights fit the samples or the elements."""
     check_tensor(weights, name="weights", function=function)
     if weights.is_complex():
         raise ArgumentTypeError(

@@ -132,27 +132,14 @@ _CODES = {
 
 @dataclass
 class Budget:
-    """How much may still be read and shown.
-
-    Args:
-        values: How many values may be read.
-        pixels: How many bytes of pictures may be shown.
-    """
+    """How much may still be read and shown."""
 
     values: int = 1_500_000
     pixels: int = 240_000
 
 
 def look_at(data: bytes, budget: Budget) -> list[dict[str, Any]]:
-    """Show the parts of a stored sample.
-
-    Args:
-        data: The payload.
-        budget: How much may be read and shown; what is used is taken off.
-
-    Returns:
-        One entry for each part: its path in the sample, its `kind` ("picture", "numbers", "text"), and the rest.
-    """
+    """Show the parts of a stored sample."""
     try:
         length = int.from_bytes(data[:8], "little")
         if not 2 <= length <= len(data) - 8:
@@ -361,15 +348,7 @@ _BYTES_READ = 256 * 2**20
 
 
 def choose_previews(book: Book, incidents: Sequence[Incident]) -> dict[str, Any]:
-    """Show stored samples.
-
-    Args:
-        book: The ledger.
-        incidents: Its incidents, the oldest first.
-
-    Returns:
-        `samples`, each a list of parts, and `of`: the number of the incident and which of the samples is its own.
-    """
+    """Show stored samples."""
     budget, read = Budget(), _BYTES_READ
     samples: list[list[dict[str, Any]]] = []
     seen: dict[bytes, int] = {}
@@ -414,15 +393,7 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # Made o
 
 
 def gather(book: Book, name: str) -> dict[str, Any]:
-    """Read a ledger into plain values for the page.
-
-    Args:
-        book: The ledger.
-        name: What to call it.
-
-    Returns:
-        What the page's script reads.
-    """
+    """Read a ledger into plain values for the page."""
     incidents = list(book.incidents(limit=LIMIT, newest_first=True))[::-1]
     samples = words(incident.sample_id for incident in incidents)
     bad = book.bad_ids()

@@ -20,8 +20,6 @@ from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.records import Finding
 from gradgate.report._incidents import Book, gather
 
-__all__ = ["assemble", "pack", "policy", "render_page", "title_of", "write_page"]
-
 _FOLDER = Path(__file__).with_name("page")
 _FORMAT = 1
 _NAMED = {"code", "severity", "title"}
@@ -102,20 +100,7 @@ def write_page(
 
 
 def pack(ledger: Book | None, diagnosis: Mapping[str, Any] | None, *, name: str = "") -> bytes:
-    """Give the data of a page, compressed as the page's script expects it.
-
-    Args:
-        ledger: The ledger, if there is one.
-        diagnosis: The diagnosis, if there is one.
-        name: What to call it.
-
-    Returns:
-        JSON, compressed by zlib.
-
-    Raises:
-        ArgumentTypeError: The ledger is none.
-        ArgumentValueError: There is neither, or the diagnosis is none.
-    """
+    """Give the data of a page, compressed as the page's script expects it."""
     if ledger is None and diagnosis is None:
         raise ArgumentValueError(
             "render_page(): there is neither a ledger nor a diagnosis.",
@@ -159,16 +144,7 @@ def _whole(diagnosis: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assemble(data: str, *, title: str, live: bool = False) -> str:
-    """Put a page together.
-
-    Args:
-        data: What `pack` gave, as base64; nothing if the page asks for it.
-        title: Its title.
-        live: Whether it may ask the server that it came from for newer data.
-
-    Returns:
-        The page.
-    """
+    """Put a page together."""
     script, style = _part("page.js"), _part("page.css")
     return f"""<!doctype html>
 <html lang="en">
@@ -193,14 +169,7 @@ def assemble(data: str, *, title: str, live: bool = False) -> str:
 
 
 def policy(*, live: bool = False) -> str:
-    """Give the Content-Security-Policy: this script, this style, pictures made here, and nothing else.
-
-    Args:
-        live: Whether the page may ask the server that it came from for newer data.
-
-    Returns:
-        The policy.
-    """
+    """Give the Content-Security-Policy: this script, this style, pictures made here, and nothing else."""
     connect = " connect-src 'self';" if live else ""
     script, style = _digest("page.js"), _digest("page.css")
     return (

@@ -17,8 +17,6 @@ from gradgate.errors import GradgateError, LedgerError
 from gradgate.report._incidents import Book
 from gradgate.report._page import assemble, pack, policy, title_of
 
-__all__ = ["LiveView"]
-
 _ADDRESS = "127.0.0.1"
 _REST = 5.0
 """How many times as long as reading took the ledger is left alone, so that the training keeps the machine."""

@@ -11,8 +11,6 @@ from torch.utils.data import BatchSampler, Dataset, RandomSampler
 
 from gradgate.errors import ArgumentValueError
 
-__all__ = ["FAULTS", "Digits", "WithoutBroken", "load"]
-
 FAULTS = {
     "corrupt record": "reading it raises an OSError",
     "NaN pixels": "a few pixels are NaN",
@@ -24,13 +22,7 @@ FAULTS = {
 
 
 class Digits(Dataset[dict[str, Any]]):
-    """Images of 8 x 8 pixels with a label and, as text, a weight.
-
-    Args:
-        images: The images, (n, 8, 8).
-        labels: The labels, (n,).
-        broken: Which samples are broken, and how.
-    """
+    """Images of 8 x 8 pixels with a label and, as text, a weight."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, broken: dict[int, str]) -> None:
         self.images = images
@@ -58,12 +50,7 @@ class Digits(Dataset[dict[str, Any]]):
 
 
 class WithoutBroken:
-    """The same batches as the other loaders have, less the broken samples: what the training should have been.
-
-    Args:
-        batches: The batches of the whole data set.
-        broken: The samples to leave out.
-    """
+    """The same batches as the other loaders have, less the broken samples: what the training should have been."""
 
     def __init__(self, batches: BatchSampler, broken: dict[int, str]) -> None:
         self.batches = batches
@@ -80,18 +67,7 @@ class WithoutBroken:
 
 
 def load(seed: int, bad_fraction: float) -> tuple[Digits, Digits]:
-    """Load scikit-learn's digits, and break a part of the training half.
-
-    Args:
-        seed: Chooses the split and the broken samples.
-        bad_fraction: The part of the training samples to break.
-
-    Returns:
-        The training data and the test data; the test data is whole.
-
-    Raises:
-        ArgumentValueError: scikit-learn is not installed.
-    """
+    """Load scikit-learn's digits, and break a part of the training half."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError:
@@ -114,14 +90,5 @@ def load(seed: int, bad_fraction: float) -> tuple[Digits, Digits]:
 
 
 def batches(data: Digits, size: int, generator: torch.Generator) -> BatchSampler:
-    """Shuffle the data into batches.
-
-    Args:
-        data: The data.
-        size: The samples in a batch.
-        generator: Where chance comes from.
-
-    Returns:
-        The batches.
-    """
+    """Shuffle the data into batches."""
     return BatchSampler(RandomSampler(data, generator=generator), size, drop_last=False)

@@ -13,22 +13,11 @@ from gradgate.doctor import diagnose
 from gradgate.ledger import Ledger
 from gradgate.report import write_page
 
-__all__ = ["write_ending"]
-
 _SAMPLES = 8
 
 
 def write_ending(path: Path, ledger: Path, training: Training) -> Path:
-    """Write the page.
-
-    Args:
-        path: Where to.
-        ledger: The ledger of what was dropped.
-        training: A training that has not begun.
-
-    Returns:
-        The path.
-    """
+    """Write the page."""
     batch = _telling_batch(training.train)
     diagnosis = diagnose(lambda: loss_of(training.model, batch), model=training.model)
     with Ledger(ledger) as book:  # Not read-only: only a writer tidies up beside the file when it leaves.

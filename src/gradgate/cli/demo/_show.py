@@ -17,17 +17,9 @@ from rich.text import Text
 from gradgate.cli.demo._data import FAULTS, Digits
 from gradgate.cli.demo._trainings import TRAININGS, Progress
 
-__all__ = ["Screen"]
-
 
 class Screen:
-    """A table that fills while the trainings run.
-
-    Args:
-        train: The training data.
-        test: The test data.
-        quiet: Show nothing.
-    """
+    """A table that fills while the trainings run."""
 
     def __init__(self, train: Digits, test: Digits, *, quiet: bool) -> None:
         self._console = Console(quiet=quiet, highlight=False)
@@ -50,25 +42,12 @@ class Screen:
         self._live.__exit__(kind, error, trace)
 
     def show(self, way: str, progress: Progress) -> None:
-        """Show where a training stands.
-
-        Args:
-            way: Its letter.
-            progress: Where it stands.
-        """
+        """Show where a training stands."""
         self._states[way] = progress
         self._live.update(self._table(), refresh=True)
 
     def conclude(self, *, same: bool, right: bool, ledger: Path, replayed: Any, page: Path) -> None:
-        """Say what came of it.
-
-        Args:
-            same: Whether the guarded training has the weights of the one without the broken samples.
-            right: Whether exactly the broken samples were dropped.
-            ledger: The ledger's path.
-            replayed: One incident again, if there was one.
-            page: The page that shows all of it.
-        """
+        """Say what came of it."""
         tell = self._console.print
         tell()
         tell(self._verdict(same, "(c) ended with the weights and statistics of (d), bit for bit."))

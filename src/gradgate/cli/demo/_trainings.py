@@ -19,8 +19,6 @@ from gradgate.ledger import Ledger
 from gradgate.loading import resilient
 from gradgate.modes import grad_mode
 
-__all__ = ["TRAININGS", "Network", "Progress", "loss_of"]
-
 BATCH = 32
 
 
@@ -62,15 +60,7 @@ class Network(torch.nn.Module):
 
 
 def loss_of(model: Network, batch: dict[str, Any]) -> torch.Tensor:
-    """Give the mean loss of a batch: weighted cross entropy, and a little for bright images.
-
-    Args:
-        model: The network.
-        batch: Images, labels, and weights as text.
-
-    Returns:
-        One number.
-    """
+    """Give the mean loss of a batch: weighted cross entropy, and a little for bright images."""
     weights = torch.tensor([float(text) for text in batch["weight"]])
     scores, light = model(batch["image"])
     per_sample = functional.cross_entropy(scores, batch["label"], reduction="none")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gradgate._names import text_of
+from gradgate._text import text_of
 from gradgate.errors import ArgumentValueError, OtherRankError
 
 # --- What a rank says -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from gradgate._names import class_name, text_of
+from gradgate._text import class_name, text_of
 from gradgate._trees import with_own_containers
 from gradgate.errors import ArgumentValueError, OtherRankError
 from gradgate.guard._batches import Ids
