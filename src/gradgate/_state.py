@@ -318,11 +318,12 @@ class BufferCopies:
                 plain.append((copy, tensor))
             else:
                 others.append((copy, tensor))
-        self._plain, copies = [tensor for _, tensor in plain], [copy for copy, _ in plain]
-        self._addresses, self._copy_addresses = _kernels.addresses(self._plain), _kernels.addresses(copies)
-        self._sizes = array("q", [tensor.nbytes for tensor in self._plain])
-        self._other_copies, self._others = [copy for copy, _ in others], [tensor for _, tensor in others]
-        self._lazy = lazy
+        tensors, sizes = [tensor for _, tensor in plain], array("q", [tensor.nbytes for _, tensor in plain])
+        addresses, copy_addresses = _kernels.addresses(tensors), _kernels.addresses([copy for copy, _ in plain])
+        other_copies, other_tensors = [copy for copy, _ in others], [tensor for _, tensor in others]
+        # All at once: after an interrupt in between, sizes of one layout would be copied at the addresses of another.
+        self._plain, self._addresses, self._copy_addresses, self._sizes = tensors, addresses, copy_addresses, sizes
+        self._other_copies, self._others, self._lazy = other_copies, other_tensors, lazy
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

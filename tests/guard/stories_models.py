@@ -94,7 +94,7 @@ def a_model_of_many_buffers(rank):
             batches = marked(data([4, 5], seed=turn), rank_1={1: fault})
             guard.backward(batches[rank], loss_of(model))
             check_union(model.module, good(batches))
-            assert len(guard._agreement._replicas._buckets) > 2
+            assert len(guard._agreement._buckets._buckets) > 2
         # Twice in a row without zero_grad: what was there is in the sum, once.
         guard.backward(batches[rank], loss_of(model))
         oracle = gradients_of(good(batches))
