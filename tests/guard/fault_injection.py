@@ -77,7 +77,7 @@ def steps_with_random_faults_in_many_buffers(rank):
     _replicas.FIRST_BYTES = _replicas.BYTES = 64
     try:
         guard = trained(rank, steps=40, seed=2)
-        assert len(guard._agreement._replicas._buckets) > 2
+        assert len(guard._agreement._buckets._buckets) > 2
         trained(rank, steps=30, seed=3, accumulate=True)
     finally:
         _replicas.FIRST_BYTES, _replicas.BYTES = sizes

@@ -50,7 +50,7 @@ def what_a_step_of_many_buffers_costs(rank):
             guard.backward(marked(data(sizes), rank_1={0: GRADIENT})[rank], loss_of(model))
     finally:
         _replicas.FIRST_BYTES, _replicas.BYTES = before
-    count = len(guard._agreement._replicas._buckets)
+    count = len(guard._agreement._buckets._buckets)
     assert count == 3
     assert [name for name, _ in healthy] == ["all_reduce"] * count
     assert sum(size for _, size in healthy) == BYTES + 8 * (WIDTH + PARAMETERS)
