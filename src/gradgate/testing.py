@@ -92,14 +92,14 @@ def assert_finite_grads(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> 
         loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; gives the loss.
 
     Raises:
-        AssertionError: A gradient is NaN or Inf; the message says where it was born and in which samples.
+        AssertionError: A gradient is NaN or Inf; the message says where it was produced and in which samples.
         ArgumentTypeError: `model` is not a module, or `loss_fn` cannot be called.
 
     Examples:
         >>> model = torch.nn.Linear(4, 1)
         >>> gg.testing.assert_finite_grads(model, torch.zeros(16, 4), lambda x: (model(x) * 0).sqrt().mean())
         Traceback (most recent call last):
-        AssertionError: error GG403: Inf gradient born in the backward of `(model(x) * 0).sqrt()`...
+        AssertionError: error GG403: Inf gradient produced in the backward of `(model(x) * 0).sqrt()`...
     """
     __tracebackhide__ = True
     _refuse(_examine(model, _step_of(model, batch, loss_fn, "assert_finite_grads")), _BAD)

@@ -1,4 +1,4 @@
-"""gradgate replay --doctor: the recorded sample again, and where its fault is born."""
+"""gradgate replay --doctor: the recorded sample again, and where its fault is produced."""
 
 import json
 import sys

@@ -17,7 +17,7 @@ from tests.report.reading import data_of
 FINDING = Finding(
     code="GG401",
     severity="error",
-    title="NaN born in `x.log()`",
+    title="NaN produced in `x.log()`",
     where="train.py:12",
     source="y = x.log()  # <b>",
     module="net.0",
@@ -28,7 +28,7 @@ FINDING = Finding(
 )
 NOTE = Finding(code="GG104", severity="info", title="a is frozen", module="a", reason="requires_grad is False.")
 TEXT = """
-error GG401: NaN born in `x.log()`
+error GG401: NaN produced in `x.log()`
   --> train.py:12   in net.0
       y = x.log()  # <b>
       see also train.py:9

@@ -1,4 +1,4 @@
-"""NaN and infinities: where they were born, from what, in which samples, and whether they do harm."""
+"""NaN and infinities: where they were produced, from what, in which samples, and whether they do harm."""
 
 import torch
 import torch.nn.functional as F
@@ -285,7 +285,7 @@ def test_the_samples_and_the_values_are_named():
 
     finding = gg.diagnose(lambda: torch.log(layer(x)).sum(), model=layer).findings[0]
     assert (finding.code, finding.severity, finding.samples) == ("GG401", "warning", (1, 3))
-    assert finding.title == "NaN born in `torch.log(layer(x))`"
+    assert finding.title == "NaN produced in `torch.log(layer(x))`"
     assert "There it read -4 at [1, 0]." in finding.reason
     assert finding.fix.startswith("masked.safe_log(x)")
 

@@ -135,7 +135,7 @@ def test_step_replays_and_names_the_line():
     with gg.watch(m) as watch:
         watch.step(good_step(m, optimizer))
         assert watch.diagnosis is None
-        with pytest.raises(BadStepError, match=r"born in the backward of `\(m\(X\) \* 0\).sqrt\(\)`") as caught:
+        with pytest.raises(BadStepError, match=r"produced in the backward of `\(m\(X\) \* 0\).sqrt\(\)`") as caught:
             watch.step(bad_step(m, optimizer))
     finding = watch.diagnosis.findings[0]
     assert caught.value.diagnosis is watch.diagnosis

@@ -83,7 +83,7 @@ def test_a_frozen_part_need_not_learn():
 def test_a_bad_gradient_is_the_message(check):
     model = nn.Linear(4, 1)
     with pytest.raises(
-        AssertionError, match=r"GG403: Inf gradient born in the backward of `\(model\(x\) \* 0\).sqrt\(\)`"
+        AssertionError, match=r"GG403: Inf gradient produced in the backward of `\(model\(x\) \* 0\).sqrt\(\)`"
     ):
         check(model, X, lambda model, x: (model(x) * 0).sqrt().mean())
 

@@ -26,7 +26,7 @@ _EXIT = {"passes": 0, "same": 3, "another": 4}
 @click.option("--model", metavar="MODULE:NAME", help="The model, to have the weights of that step if they were stored.")
 @click.option("--batch-dim", default=0, show_default=True, help="Which dimension counts the samples.")
 @click.option("--as-test", type=click.Path(dir_okay=False, path_type=Path), help="Write a pytest file with its data.")
-@click.option("--doctor", is_flag=True, help="Let the doctor say where the fault is born.")
+@click.option("--doctor", is_flag=True, help="Let the doctor say where the fault is produced.")
 @json_option
 @click.pass_context
 def replay(

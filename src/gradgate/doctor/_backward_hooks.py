@@ -140,7 +140,7 @@ def _calls_of(trace: Trace, nodes: list[Any]) -> dict[Any, int]:
 # --- backward passes --------------------------------------------------------------------------------------------------
 
 
-# Nodes that only pass on what they are given, in another shape or place: nothing is born in them.
+# Nodes that only pass on what they are given, in another shape or place: nothing is produced in them.
 _CARRIERS = (
     *("AccumulateGrad", "TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "UnsqueezeBackward"),
     *(

@@ -204,7 +204,7 @@ def _note_on_compiling(compiled: list[str]) -> list[Finding]:
 
 
 def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -> Diagnosis:
-    """Run one step under the tracer and say why it does not learn, where a NaN was born, or which line overwrote what.
+    """Run one step under the tracer and say why it does not learn, where a NaN comes from, or which line overwrote it.
 
     The step does forward, loss and backward itself, or returns the loss; it may call an optimizer. It is run once, and
     what it changes (gradients, weights, buffers, random state) is changed as in any step. When it raises, that is part

@@ -216,7 +216,7 @@ class Switch:
 
 @dataclass(slots=True)
 class BadValue:
-    """A NaN or an infinity, where it was born or came in."""
+    """A NaN or an infinity, where it was produced or came in."""
 
     kind: Literal["nan", "inf"]
     stage: Literal["forward", "backward", "arrived"]

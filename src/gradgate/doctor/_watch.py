@@ -182,7 +182,7 @@ class Watch:
             What the step gives.
 
         Raises:
-            BadStepError: A gradient is not finite and `on_bad` is "raise"; `.diagnosis` says where it was born.
+            BadStepError: A gradient is not finite and `on_bad` is "raise"; `.diagnosis` says where it was produced.
             Exception: What the step raised, with the findings as notes.
 
         Examples:
@@ -312,7 +312,7 @@ def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
 
     Use it as a block around the training loop. When a gradient is NaN or Inf it names the layers, and nothing has been
     written yet. With `watch.step(step_fn)` in place of the body of the loop, a bad step is also run again under the
-    tracer, and the line is named where the NaN was born, or whatever else the step raised.
+    tracer, and the line is named where the NaN was produced, or whatever else the step raised.
 
     Args:
         model: The model.

@@ -81,13 +81,13 @@ def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator
             "GG401",
             severity,
             f"the loss is {word}",
-            reason=harm + " It was not seen where it was born.",
+            reason=harm + " The operation that produced it was not traced.",
             fix=_NO_FIX,
         )
 
 
 def _causes(case: Case, birth: BadValue, births: list[BadValue]) -> list[BadValue]:
-    """Return what a NaN was made of: an Inf that was born before it, or came in where it was born; else itself."""
+    """Return what a NaN was made of: an Inf that was produced before it, or came in with it; else itself."""
     behind = case.flow.sources(code >> 1 for code in case.trace.ops[birth.op].inputs)
     infinite = [b for b in births if b.kind == "inf" and b.value in behind]
     return [b for b in infinite if b.stage == "forward" or b.op == birth.op] or [birth]
@@ -111,7 +111,7 @@ def _behind_the_gradient(case: Case, hurt: list[str], births: list[BadValue]) ->
             "GG403",
             severity,
             f"the gradient of {listed(hurt, 3)} is not finite",
-            reason=harm + " It was not born in this step: it may have been there before, or a hook made it.",
+            reason=harm + " It was not produced in this step: it may have been there before, or a hook made it.",
             fix="optimizer.zero_grad()     # before backward()",
         )
 
@@ -141,8 +141,8 @@ def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: S
         where,
         "GG403",
         severity,
-        f"{word} gradient born in the backward of `{shown}`",
-        reason=f"{harm} It is born in {birth.node_name}: what arrived there was finite.{detail}",
+        f"{word} gradient produced in the backward of `{shown}`",
+        reason=f"{harm} It is produced in {birth.node_name}: what arrived there was finite.{detail}",
         fix=_fix(op),
         module=case.module(op) if op is not None else None,
         samples=_samples(case, birth),
@@ -175,7 +175,7 @@ def _forward_finding(case: Case, birth: BadValue, severity: Severity, harm: str)
         where,
         "GG401" if birth.kind == "nan" else "GG402",
         severity,
-        f"{word} born in `{shown}`",
+        f"{word} produced in `{shown}`",
         reason=f"{harm} Everything that `{op.operator.name}` read was "
         f"{'finite' if birth.kind == 'inf' else 'free of NaN'}; what it gave was not.{detail}",
         fix=_fix(op),
