@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from gradgate.guard._batches import register_batch
 from gradgate.guard._guard import Guard
 from gradgate.guard._result import GuardResult, Summary
 
-__all__ = ["Guard", "GuardResult", "Summary"]
+__all__ = ["Guard", "GuardResult", "Summary", "register_batch"]

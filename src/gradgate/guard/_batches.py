@@ -6,38 +6,116 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from gradgate._loader_link import LoaderIds
 from gradgate._names import describe, listed
 from gradgate._torch_private import tree_flatten, write_counts
-from gradgate._trees import children_of, is_array, is_record, is_shared, leaves_of, rebuilt
+from gradgate._trees import (
+    BATCH_CLASSES,
+    BatchClass,
+    batch_class,
+    children_of,
+    is_array,
+    is_record,
+    is_shared,
+    leaves_of,
+    rebuilt,
+)
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 Rows = Sequence[int]
 Ids = Sequence[Any] | torch.Tensor
 ReadIds = str | Callable[[Any], Ids]
 Select = Callable[[Any, list[int]], Any]
+Batch = TypeVar("Batch")
 _MISSING = object()
 SELECT_FIX = "Guard(model, select=lambda batch, rows: ...)   # the same batch with only these rows"
+
+
+def register_batch(
+    cls: type[Batch], select: Callable[[Batch, list[int]], Batch], count: Callable[[Batch], int]
+) -> None:
+    """Say how batches of a class of your own are read, by every guard, also where they are parts of other batches.
+
+    The guard sees the tensors that the attributes of such a batch hold. It copies the batch by `copy.copy` before a
+    step, because a loss function may rebind its attributes.
+
+    Args:
+        cls: The class; its subclasses are read in the same way.
+        select: `select(batch, rows)` gives the same batch with only these rows, in this order, also with repeats.
+        count: `count(batch)` gives the number of samples.
+
+    Raises:
+        ArgumentTypeError: An argument has the wrong kind.
+
+    Examples:
+        >>> class Pairs:
+        ...     def __init__(self, left, right):
+        ...         self.left, self.right = left, right
+        >>> gg.guard.register_batch(
+        ...     Pairs,
+        ...     select=lambda batch, rows: Pairs(batch.left[rows], batch.right[rows]),
+        ...     count=lambda batch: len(batch.left),
+        ... )
+        >>> model = torch.nn.Linear(3, 1)
+        >>> batch = Pairs(torch.randn(4, 3), torch.tensor([0.0, 1.0, float("nan"), 1.0]))
+        >>> gg.Guard(model).backward(batch, lambda b: (model(b.left)[:, 0] - b.right).square().mean()).kept
+        [0, 1, 3]
+    """
+    given: tuple[Any, Any, Any] = cls, select, count
+    if not isinstance(given[0], type) or not all(map(callable, given)):
+        raise ArgumentTypeError(
+            f"register_batch(): the arguments are {describe(cls)}, {describe(select)} and {describe(count)}.",
+            why="a class is read by two functions of its batches.",
+            fix="gg.guard.register_batch(MyBatch, select=lambda batch, rows: batch[rows], count=len)",
+        )
+    BATCH_CLASSES.insert(0, BatchClass(lambda tree: isinstance(tree, cls), select, count))
+
+
+class Layout(NamedTuple):
+    """Where the samples lie in the tensors of a batch.
+
+    Attributes:
+        dim: The dimension that they are stacked along.
+        dims: The same by key, where it differs.
+        shared: Keys of what is not per sample.
+    """
+
+    dim: int = 0
+    dims: Mapping[Any, int] = {}
+    shared: frozenset[Any] = frozenset()
+
+    def of(self, key: Any) -> Layout | None:
+        """Give the layout of the part with this key; None if it is shared."""
+        if key in self.shared:
+            return None
+        return self._replace(dim=self.dims[key]) if key in self.dims else self
 
 
 class BatchReader:
     """Counts and takes the samples of a batch.
 
     Args:
-        batch_dim: The dimension of tensors that samples are stacked along.
+        batch_dim: The dimension of tensors that samples are stacked along, or such dimensions by key.
         select: The user's own way to take rows, for batches that cannot be read.
         count: The user's own way to count samples, for the same.
+        shared: Keys of what is not per sample.
     """
 
     def __init__(
-        self, batch_dim: int = 0, select: Select | None = None, count: Callable[[Any], int] | None = None
+        self,
+        batch_dim: int | Mapping[Any, int] = 0,
+        select: Select | None = None,
+        count: Callable[[Any], int] | None = None,
+        shared: Iterable[Any] = (),
     ) -> None:
-        self.batch_dim = batch_dim
+        dim, dims = (batch_dim, {}) if isinstance(batch_dim, int) else (0, dict(batch_dim))
+        self.layout = Layout(dim, dims, frozenset(shared))
+        self.batch_dim = dim
+        self._same_for_all = not (dims or self.layout.shared)
         self._select = select
         self._count = count
 
@@ -72,7 +150,7 @@ class BatchReader:
         if self._count is not None:
             found = self._count(batch)
         elif self._select is not None:
-            found = _count_for_select(batch, self.batch_dim, ids)
+            found = _count_for_select(batch, self.layout, ids)
         else:
             # Nearly every batch is a few tensors of one length; the general way costs ten times as much.
             plain = self._plain(batch)
@@ -115,11 +193,13 @@ class BatchReader:
         """Give `select` of a batch as a function of the rows, which are given as numbers and as an index."""
         if (select := self._select) is not None:
             return lambda rows, index: select(batch, list(rows))
-        take = taking(batch, size, self.batch_dim)
+        take = taking(batch, size, self.layout)
         return lambda rows, index: take(index)
 
     def _plain(self, batch: Any) -> tuple[int, int, bool] | None:
         """Give the size of a few tensors of one length, the writes to them, and whether any takes a gradient."""
+        if not self._same_for_all:
+            return None
         kind = type(batch)
         parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
         size, takes_gradient, dim = -1, False, self.batch_dim
@@ -134,22 +214,24 @@ class BatchReader:
         return None if size < 0 else (size, write_counts(parts), takes_gradient)
 
     def _agreed(self, batch: Any, ids: Ids | None) -> int:
-        possible = _sizes(batch, self.batch_dim)
+        possible = _sizes(batch, self.layout)
         if possible is None:
             raise ArgumentTypeError(
                 f"Guard.backward(): the batch is {describe(batch)}, and nothing in it is per sample.",
                 why="the guard takes samples out of a batch, so it must see which parts belong to one sample.",
-                fix=SELECT_FIX,
+                fix=f"guard.backward([sample], loss_fn)   # a batch of one\n{SELECT_FIX}",
             )
         if ids is not None and len(ids) in possible:
             return len(ids)
-        if possible and not _only_by_length(batch, self.batch_dim):
+        if possible and not _only_by_length(batch, self.layout):
             return possible[0]
-        seen = [f"{path}: {size}" for path, size in _leaf_sizes(batch, self.batch_dim, "batch")]
+        seen = [f"{path}: {size}" for path, size in _leaf_sizes(batch, self.layout, "batch")]
         raise ArgumentValueError(
             f"Guard.backward(): the parts of the batch do not agree on the number of samples ({listed(seen, 8)}).",
             why="a part that is not per sample (class weights, a flat list of tokens) cannot be told from one that is.",
-            fix=f"guard.backward(batch, loss_fn, ids=...)   # for a list with one tensor for each sample\n{SELECT_FIX}",
+            fix="guard.backward(batch, loss_fn, ids=...)   # for a list with one tensor for each sample\n"
+            'Guard(model, shared=("class_weights",))   # keys of parts that are not per sample\n'
+            f"{SELECT_FIX}",
         )
 
 
@@ -186,57 +268,52 @@ def index_of(rows: Rows) -> torch.Tensor:
     return torch.frombuffer(array("q", rows), dtype=torch.int64)
 
 
-def select_rows(tree: Any, index: torch.Tensor, size: int, batch_dim: int) -> Any:
+def select_rows(tree: Any, index: torch.Tensor, size: int, layout: Layout | None) -> Any:
     """Take rows of every part of a tree that is per sample; parts of another size are shared.
 
     Args:
         tree: The batch, or the arguments or the output of a module.
         index: The rows, as an integer tensor.
         size: How many samples the tree holds.
-        batch_dim: The dimension of tensors that samples are stacked along.
+        layout: Where the samples lie; None in what is shared.
 
     Returns:
         A tree of the same form.
     """
-    if isinstance(tree, torch.Tensor):
-        dim = batch_dim_of(tree, size, batch_dim)
+    if layout is None:
+        return tree
+    if isinstance(tree, torch.Tensor) and not tree.is_nested:
+        dim = batch_dim_of(tree, size, layout.dim)
         if dim is None:
             return tree
         # The memory layout must be the one of `x[rows]`, which a faster index_select has for contiguous x only.
         index = index.to(tree.device)
         return tree.index_select(dim, index) if tree.is_contiguous() else tree[(slice(None),) * dim + (index,)]
     if is_array(tree):
-        dim = batch_dim_of(tree, size, batch_dim)
+        dim = batch_dim_of(tree, size, layout.dim)
         return tree if dim is None else tree.take(index.numpy(), axis=dim)
+    if (known := batch_class(tree)) is not None:
+        return known.select(tree, index.tolist()) if known.count(tree) == size else tree
     if is_shared(tree):
         return tree
     children = children_of(tree)
     if children is None:
         return _items(tree, index.tolist()) if len(tree) == size else tree
-    if isinstance(tree, list | tuple) and not is_record(tree) and _as_samples(tree, size, batch_dim):
+    if isinstance(tree, list | tuple) and not is_record(tree) and _as_samples(tree, size, layout):
         return type(tree)([tree[row] for row in index.tolist()])
-    return rebuilt(tree, {key: select_rows(child, index, size, batch_dim) for key, child in children.items()})
+    return rebuilt(tree, {key: select_rows(child, index, size, layout.of(key)) for key, child in children.items()})
 
 
-def taking(tree: Any, size: int, batch_dim: int) -> Callable[[torch.Tensor], Any]:
-    """Give `select_rows` of a tree as a function of the rows alone, told all that can be told before.
-
-    Args:
-        tree: As for `select_rows`.
-        size: As for `select_rows`.
-        batch_dim: As for `select_rows`.
-
-    Returns:
-        A function of the rows, as an integer tensor.
-    """
-    if isinstance(tree, torch.Tensor):
-        dim = batch_dim_of(tree, size, batch_dim)
+def taking(tree: Any, size: int, layout: Layout | None) -> Callable[[torch.Tensor], Any]:
+    """Give `select_rows` of a tree as a function of the rows alone; what does not depend on them is done before."""
+    if isinstance(tree, torch.Tensor) and layout is not None and not tree.is_nested:
+        dim = batch_dim_of(tree, size, layout.dim)
         if dim is not None and tree.is_cpu and tree.is_contiguous():
             return partial(tree.index_select, dim)
-    elif type(tree) in (tuple, list) and not _as_samples(tree, size, batch_dim):
-        kind, takes = type(tree), [taking(part, size, batch_dim) for part in tree]
+    elif type(tree) in (tuple, list) and layout is not None and not _as_samples(tree, size, layout):
+        kind, takes = type(tree), [taking(part, size, layout.of(place)) for place, part in enumerate(tree)]
         return lambda index: kind([take(index) for take in takes])
-    return lambda index: select_rows(tree, index, size, batch_dim)
+    return lambda index: select_rows(tree, index, size, layout)
 
 
 def batch_dim_of(tensor: Any, size: int, batch_dim: int) -> int | None:
@@ -262,76 +339,87 @@ def _items(tree: Any, rows: list[int]) -> Any:
     )
 
 
-def _as_samples(tree: Sequence[Any], size: int, batch_dim: int) -> bool:
+def _as_samples(tree: Sequence[Any], size: int, layout: Layout) -> bool:
     """Tell whether a list holds samples, not fields: its length fits, and its fields cannot all have this size."""
     if len(tree) != size:
         return False
-    fields = _common(tree, batch_dim)
-    return fields is None or size not in fields
+    fields = _common(dict(enumerate(tree)), layout)
+    return fields is None or size not in fields or _are_samples(tree, layout)
 
 
-def _sizes(tree: Any, batch_dim: int) -> list[int] | None:
+def _are_samples(tree: Sequence[Any], layout: Layout) -> bool:
+    """Tell whether a list is one of samples like `(image, target)`: tuples alike, not all tensors of one batch size."""
+    if not isinstance(tree, list) or not tree or not all(type(part) is tuple for part in tree):
+        return False
+    kinds = [[(type(value), getattr(value, "dtype", None)) for value in part] for part in tree]
+    tensors = [value for part in tree for value in part if isinstance(value, torch.Tensor) or is_array(value)]
+    if not tensors or any(kind != kinds[0] for kind in kinds):
+        return False
+    return len(tensors) < sum(map(len, tree)) or not _common(dict(enumerate(tensors)), layout)
+
+
+def _sizes(tree: Any, layout: Layout) -> list[int] | None:
     """Give the numbers of samples that a tree may hold, best first; None where it says nothing."""
-    if isinstance(tree, PackedSequence) or (isinstance(tree, torch.Tensor) and tree.is_nested):
-        kind = "PackedSequence" if isinstance(tree, PackedSequence) else "nested tensor"
-        raise ArgumentTypeError(
-            f"Guard.backward(): the batch holds a {kind}.",
-            why="its samples do not lie along one dimension, so rows cannot be taken in general.",
-            fix=SELECT_FIX,
-        )
-    if isinstance(tree, torch.Tensor) or is_array(tree):
+    if (isinstance(tree, torch.Tensor) and not tree.is_nested) or is_array(tree):
         shape = tuple(tree.shape)
-        return list(dict.fromkeys(shape[dim] for dim in (batch_dim, 0) if dim < len(shape))) or None
+        return list(dict.fromkeys(shape[dim] for dim in (layout.dim, 0) if dim < len(shape))) or None
+    if (known := batch_class(tree)) is not None:
+        return [known.count(tree)]
     if is_shared(tree):
         return None
     children = children_of(tree)
     if children is None:
         return [len(tree)]
-    fields = _common(children.values(), batch_dim)
+    fields = _common(children, layout)
     if isinstance(tree, list | tuple) and not is_record(tree):
-        return list(dict.fromkeys([*(fields or []), len(tree)])) if tree else None
+        sizes = [*(fields or []), len(tree)]
+        return list(dict.fromkeys(sizes[::-1] if _are_samples(tree, layout) else sizes)) if tree else None
     return fields
 
 
-def _common(parts: Iterable[Any], batch_dim: int) -> list[int] | None:
+def _common(parts: Mapping[Any, Any], layout: Layout) -> list[int] | None:
     """Give the numbers of samples that all parts may hold, best first; None where none says anything."""
     common: list[int] | None = None
-    for part in parts:
-        sizes = _sizes(part, batch_dim)
+    for key, part in parts.items():
+        below = layout.of(key)
+        sizes = None if below is None else _sizes(part, below)
         if sizes is not None:
             common = sizes if common is None else [size for size in common if size in sizes]
     return common
 
 
-def _only_by_length(tree: Any, batch_dim: int) -> bool:
+def _only_by_length(tree: Any, layout: Layout) -> bool:
     """Tell whether a list of tensors is a batch only if each of them is a sample: more likely, they do not fit."""
     if not isinstance(tree, list | tuple) or is_record(tree):
         return False
     tensors = any(isinstance(part, torch.Tensor) or is_array(part) for part in tree)
-    return tensors and _common(tree, batch_dim) == []
+    return tensors and _common(dict(enumerate(tree)), layout) == []
 
 
-def _leaf_sizes(tree: Any, batch_dim: int, path: str) -> list[tuple[str, int]]:
+def _leaf_sizes(tree: Any, layout: Layout | None, path: str) -> list[tuple[str, int]]:
     """List the sizes that the parts of a tree ask for, with their paths, for a message."""
-    children = None if is_shared(tree) or is_array(tree) or isinstance(tree, torch.Tensor) else children_of(tree)
+    if layout is None:
+        return []
+    whole = isinstance(tree, torch.Tensor) or is_array(tree) or batch_class(tree) is not None or is_shared(tree)
+    children = None if whole else children_of(tree)
     if children is None:
-        sizes = _sizes(tree, batch_dim)
+        sizes = _sizes(tree, layout)
         return [(path, sizes[0])] if sizes else []
-    return [leaf for key, child in children.items() for leaf in _leaf_sizes(child, batch_dim, f"{path}[{key!r}]")]
+    return [leaf for key, child in children.items() for leaf in _leaf_sizes(child, layout.of(key), f"{path}[{key!r}]")]
 
 
-def _count_for_select(batch: Any, batch_dim: int, ids: Ids | None) -> int:
+def _count_for_select(batch: Any, layout: Layout, ids: Ids | None) -> int:
     """Count the samples of a batch that only the user's `select` can cut."""
     if ids is not None:
         return len(ids)
-    if isinstance(batch, PackedSequence):
-        return int(batch.batch_sizes[0])
-    if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.is_nested else batch.size(batch_dim)
-    if isinstance(batch, list | tuple):
-        return _count_for_select(batch[0], batch_dim, None)
-    if isinstance(batch, Mapping):
-        return _count_for_select(next(iter(batch.values())), batch_dim, None)
+    if isinstance(batch, torch.Tensor) and not batch.is_nested:
+        return batch.size(layout.dim)
+    if (known := batch_class(batch)) is not None:
+        return known.count(batch)
+    if isinstance(batch, list | tuple | Mapping):
+        children = children_of(batch) or {}
+        key, first = next((key, child) for key, child in children.items() if key not in layout.shared)
+        return _count_for_select(first, layout.of(key) or layout, None)
     if hasattr(type(batch), "__len__"):
         return len(batch)
     raise ArgumentTypeError(
@@ -361,6 +449,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         for leaf in leaves_in(tree)
         if isinstance(leaf, torch.Tensor)
         and leaf.layout is torch.strided
+        and not leaf.is_nested
         and (leaf.is_floating_point() or leaf.is_complex())
     ]
 

@@ -64,7 +64,9 @@ class Guard:
         patience: How many steps in a row may have bad samples; the last of them raises.
         select: `select(batch, rows)` gives the same batch with only these rows, for batches that the guard cannot cut.
         count: `count(batch)` gives the number of samples, where the guard cannot tell.
-        batch_dim: The dimension of tensors that samples are stacked along.
+        batch_dim: The dimension of tensors that samples are stacked along; or such dimensions by key (or attribute, or
+            position in a tuple), where it is not 0: `{"position_ids": 1}`.
+        shared: Keys (attributes, positions) of what is not per sample, and goes with each part of a batch as it is.
         ids: Where the ids of the samples are in a batch: a key or attribute of it, or a function of it. The batches of
             `gg.resilient(loader)` need none: the guard finds their ids by itself.
         payload: Give the bad samples themselves to the ledger or sink, too.
@@ -99,7 +101,8 @@ class Guard:
         *,
         select: Select | None = None,
         count: Callable[[Any], int] | None = None,
-        batch_dim: int = 0,
+        batch_dim: int | Mapping[Any, int] = 0,
+        shared: Iterable[Any] = (),
         ids: ReadIds | None = None,
         payload: bool = False,
         sink: Sink | None = None,
@@ -108,7 +111,8 @@ class Guard:
     ) -> None:
         self._arguments = dict(locals())
         del self._arguments["self"]
-        check_numbers(max_bad=max_bad, patience=patience, batch_dim=batch_dim, min_kept=min_kept)
+        check_numbers(max_bad=max_bad, patience=patience, min_kept=min_kept)
+        check_layout(batch_dim, shared)
         check_sink(sink)
         given = checked_modules(model)
         self._modules = list(map(unwrapped, given))
@@ -132,7 +136,7 @@ class Guard:
         self.global_step = 0
         """The step that incidents are recorded with. Each `backward` adds 1; set it to count otherwise."""
         self.run = run or (ledger.run if ledger is not None else uuid.uuid4().hex[:12])
-        self._reader = BatchReader(batch_dim, select, count)
+        self._reader = BatchReader(batch_dim, select, count, shared)
         self._read_ids = ids
         announce(self, self._sinks if self._closed is None else [*self._sinks, self._closed])
         self._check = FiniteCheck()
@@ -543,18 +547,34 @@ def checked_catch(catch: Any) -> Catch:
     )
 
 
-def check_numbers(*, max_bad: float, patience: int, batch_dim: int, min_kept: int) -> None:
+def check_numbers(*, max_bad: float, patience: int, min_kept: int) -> None:
     """Make sure that the numbers are in range."""
     for name, value, good, range_, fix in (
         ("max_bad", max_bad, 0 <= max_bad <= 1, "a share of the batch, from 0 to 1", "max_bad=0.5"),
         ("patience", patience, patience >= 1, "a number of steps, 1 or more", "patience=20"),
-        ("batch_dim", batch_dim, batch_dim >= 0, "a dimension counted from the front", "batch_dim=0"),
         ("min_kept", min_kept, min_kept >= 1, "a number of samples, 1 or more", "min_kept=1"),
     ):
         if not good:
             raise ArgumentValueError(
                 f"Guard(): `{name}` is {value}.", why=f"it is {range_}.", fix=f"Guard(model, {fix})"
             )
+
+
+def check_layout(batch_dim: Any, shared: Any) -> None:
+    """Make sure that dimensions and keys are such."""
+    for dim in batch_dim.values() if isinstance(batch_dim, Mapping) else (batch_dim,):
+        if not isinstance(dim, int) or dim < 0:
+            raise ArgumentValueError(
+                f"Guard(): `batch_dim` is {batch_dim!r}.",
+                why="it is a dimension counted from the front, or such a dimension for each of some keys.",
+                fix='Guard(model, batch_dim=0)   # or batch_dim={"position_ids": 1}',
+            )
+    if isinstance(shared, str) or not isinstance(shared, Iterable):
+        raise ArgumentTypeError(
+            f"Guard(): `shared` is {describe(shared)}.",
+            why="it lists the keys of a batch that are not per sample.",
+            fix=f"Guard(model, shared=({shared!r},))",
+        )
 
 
 def check_sink(sink: Any) -> None:

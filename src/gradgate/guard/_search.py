@@ -499,7 +499,7 @@ class Probes:
         self._size = size
         self._fault = fault
         self._eager = eager
-        self._batch_dim = reader.batch_dim
+        self._batch_dim, self._layout = reader.batch_dim, reader.layout
         self._take = reader.taking(batch, size)
         self._runs_backward = fault.stage == "backward"
         self._recording = self._runs_backward
@@ -548,7 +548,7 @@ class Probes:
         call = self._fault.call
         if call is None or self._runs_backward or next(call.module.children(), None) is not None:
             return frozenset()
-        args, kwargs = (taking(tree, self._size, self._batch_dim) for tree in (call.args, call.kwargs))
+        args, kwargs = (taking(tree, self._size, self._layout) for tree in (call.args, call.kwargs))
         everything = list(range(self._size))
 
         def test(rows: Group) -> Verdict:
