@@ -5,7 +5,8 @@ training in memory. When the loss spikes it restores the last snapshot before th
 batches since then once more, leaves the suspects out, and goes on.
 
 Words of this file: a *step* is what lies between two calls of `observe`: one batch or, under gradient accumulation,
-several. The *timeline* is the sequence of steps that the current weights have seen; a rewind cuts its end off.
+several. The *timeline* is the sequence of steps that the current weights have seen; a rewind cuts its end off. A batch
+has a *doubt* if going back beyond it cannot be exact, because something happened that is not repeated.
 """
 
 from __future__ import annotations
@@ -15,19 +16,31 @@ import logging
 import math
 import os
 import warnings
+import weakref
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.nn.parameter import is_lazy
 
 from gradgate._loader_link import ids_of
 from gradgate._names import describe, listed
+from gradgate._patches import to_the_end
 from gradgate._state import random_state, set_random_state
-from gradgate._torch_private import Replica, copy_tensors, shard_group, shard_roots, tree_flatten
+from gradgate._torch_private import (
+    Replica,
+    copy_tensors,
+    shard_group,
+    shard_roots,
+    tree_flatten,
+    write_count,
+    write_counts,
+)
+from gradgate._trees import leaves_of
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning, TooManyRewinds
 from gradgate.ledger import Ledger
 from gradgate.records import Incident
@@ -37,6 +50,7 @@ __all__ = ["Rewind", "Rewound"]
 LOG = logging.getLogger("gradgate")
 WARM_UP = 20  # so many observations make a median and a spread; before that only a non-finite value is a spike
 FLAT = 0.01  # a spread smaller than this part of the median is taken for that: a constant loss has none
+LOOK = 32  # so many batches lie between two looks at the random states of Python and NumPy
 SAME_SNAPSHOT = 2  # more rewinds to one snapshot than this do not help
 
 Batch = Any
@@ -73,7 +87,8 @@ class Rewind:
 
     Args:
         *parts: Modules, the optimizer, and whatever else changes from step to step and has `state_dict` and
-            `load_state_dict`: schedulers, a GradScaler, an averaged model.
+            `load_state_dict`: schedulers, a GradScaler, an averaged model, a guard. The optimizer of a scheduler,
+            and one inside another, need not be given.
         ledger: Where suspects are recorded: a path, or a `Ledger`.
         every: How many steps lie between two snapshots.
         depth: How many snapshots are kept, at least 2: one from before every suspect, the others waiting to be.
@@ -127,13 +142,15 @@ class Rewind:
             raise ArgumentValueError(
                 f"Rewind(): `threshold` is {threshold}.", why="a spike lies above the median.", fix="threshold=8.0"
             )
-        self._parts = [_stateful(part) for part in parts]
+        self._parts = _with_optimizers([_stateful(part) for part in parts])
         if not parts:
             raise ArgumentTypeError(
                 "Rewind(): there is nothing to rewind.", fix="gg.Rewind(model, optimizer)   # and a scheduler, a scaler"
             )
-        modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-        self._ranks = _Ranks.of(modules)
+        self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        self._ranks = _Ranks.of(self._modules)
+        # While a scaler looks for its scale, gradients overflow: that is no spike.
+        self._scaled = any(isinstance(part, torch.amp.GradScaler) and part.is_enabled() for part in parts)
         self.every, self.depth, self.patience, self.lookback = every, max(depth, 2), patience, lookback
         self.max_rewinds = max_rewinds
         self.rewinds: list[Rewound] = []
@@ -153,9 +170,15 @@ class Rewind:
         self._number = 0  # of the next step that is new
         self._open: list[_Given] = []  # batches since the last observation
         self._again: deque[_Given] = deque()
-        self._pulled = 0  # batches that this epoch's loader gave
-        self._resumed: dict[str, Any] | None = None
-        self._inexact = ""
+        self._epoch = self._pulled = 0  # calls of `batches`, and how many batches the loader gave in this one
+        self._loader: Iterable[Batch] = ()
+        self._current: object = None  # the generator that gives batches now
+        self._left: _Outside | None = None  # how the last epoch was left
+        self._draws = False  # whether the loader draws for each batch
+        self._doubt = ""  # of the next new batch, as is what the loop did to schedulers before it
+        self._between: _Outside | None = None
+        self._carried: _Outside | None = None  # what it did before a suspect
+        self._resumed: Mapping[str, Any] | None = None
 
     # --- the stream -----------------------------------------------------------------------------------------------
 
@@ -171,27 +194,80 @@ class Rewind:
         Returns:
             The batches, for one loop with one `observe` for each optimizer step.
         """
-        source = self._resume(loader) if self._resumed is not None else iter(loader)
-        self._pulled = 0 if self._resumed is None else self._pulled
-        self._resumed = None
-        while True:
-            if self._again:
-                given = self._again.popleft()
-            else:
-                before = torch.get_rng_state() if self._snapshots else None
-                try:
-                    batch = next(source)
-                except StopIteration:
+        self._leave()
+        token = self._current = object()
+        self._loader, self._draws = loader, False
+        if self._resumed is None:
+            self._epoch, self._pulled = self._epoch + 1, 0
+            source = iter(loader)
+        else:
+            source, self._resumed = self._resume(loader, self._resumed), None
+        if self._left is not None:
+            doubt, self._between = self._outside().since(self._left)
+            self._doubt, self._left = doubt or self._doubt, None
+        try:
+            while True:
+                if self._current is not token:
+                    raise ArgumentValueError(
+                        "Rewind.batches(): another call has taken over.",
+                        why="batches that are given again must reach the loop that they came from.",
+                        fix="for one, two in rewind.batches(zip(loader, other)): ...",
+                    )
+                given = self._again.popleft() if self._again else self._pull(source)
+                if given is None:
+                    if (spike := self._read(0)) is not None:
+                        self._go_back(spike)
+                        continue
+                    self._epoch, self._pulled, self._current = self._epoch + 1, 0, None
+                    self._left = self._outside()
                     return
-                if before is not None and not torch.equal(before, torch.get_rng_state()):
-                    self._inexact = "the loader draws from the global random state; give it a generator of its own"
-                given = _Given(None, self._pulled, batch)
-                self._pulled += 1
-            if not self._snapshots:
-                self._take(loader)
-            self._loader = loader
-            self._open.append(given)
-            yield given.batch
+                if given.between is not None and given.number is not None:
+                    given.between.put_back(self._parts)
+                self._open.append(given)
+                yield given.batch
+        finally:
+            if self._current is token:
+                self._leave()
+
+    def _pull(self, source: Iterator[Batch]) -> _Given | None:
+        """Get a new batch from the loader, and take the first snapshot."""
+        position = None if self._snapshots else self._position()
+        # Python's and NumPy's states are slow to read: one look in so many batches finds a loader that draws for each.
+        before = random_state() if self._pulled % LOOK == 1 else {"torch": torch.get_rng_state()}
+        try:
+            batch = next(source)
+        except StopIteration:
+            return None
+        if position is not None:
+            self._names(batch)  # a wrong `ids` shows now, not at the spike
+            self._take(position)
+        elif not torch.equal(before["torch"], torch.get_rng_state()):
+            self._doubt = _DRAWS_DOUBT
+        elif len(before) > 1 and not _same(before, random_state()):
+            self._draws = True
+        if self._draws:
+            self._doubt = _DRAWS_DOUBT
+        given = _Given(None, self._epoch, self._pulled, self._doubt, self._between)
+        given.hold(batch)
+        if self._carried is not None:
+            self._carried.put_back(self._parts)
+            given.between, self._carried = self._carried, None
+        self._pulled, self._doubt, self._between = self._pulled + 1, "", None
+        return given
+
+    def _leave(self) -> None:
+        """Settle a loop that was left in the middle of a step: a batch that came again does so once more."""
+        if self._current is None:
+            return
+        self._current = None
+        if self._open:
+            self._doubt = "a loop was left before it observed a batch"
+            self._again.extendleft(given for given in reversed(self._open) if given.number is not None)
+            self._open = []
+        self._left = self._outside()
+
+    def _outside(self) -> _Outside:
+        return _Outside(self._parts)
 
     def observe(self, loss: torch.Tensor | float, grad_norm: torch.Tensor | float | None = None) -> Rewound | None:
         """Note the loss of the step that was just made, after `optimizer.step()`; rewind if it spikes.
@@ -216,6 +292,17 @@ class Rewind:
                 fix="for batch in rewind.batches(loader): ...   # and rewind.observe(loss) once for each step",
             )
         number = self._open[0].number
+        if number is not None and (
+            any(given.number != number for given in self._open) or (self._again and self._again[0].number == number)
+        ):
+            self._open[0].doubt = "batches that came again were divided into other steps than the first time"
+            warnings.warn(
+                f"Rewind.observe(): step {number} has other batches than the first time; the training is not exactly "
+                "the one without the suspects. Count batches from the start of the training, not of the epoch, to "
+                "decide when an accumulated step ends.",
+                GradgateWarning,
+                stacklevel=2,
+            )
         if number is None:
             number, self._number = self._number, self._number + 1
         for given in self._open:
@@ -235,6 +322,8 @@ class Rewind:
         """
         self._loss.clear()
         self._norm.clear()
+        for snapshot in self._snapshots:
+            snapshot.levels = ([], [])
         self._high = None
 
     @property
@@ -249,6 +338,8 @@ class Rewind:
         while len(self._unread) > late:
             where, reading = self._unread.popleft()
             loss, norm = reading.values()
+            if self._scaled and norm is not None and not math.isfinite(norm):
+                norm = None
             reason = self._loss.above("loss", loss) or ("" if norm is None else self._norm.above("gradient norm", norm))
             broken = not math.isfinite(loss) or (norm is not None and not math.isfinite(norm))
             self._asked.append((where, loss, norm, reason, self._ranks.ask(bool(reason), broken)))
@@ -263,9 +354,9 @@ class Rewind:
         high, broken = answer()
         if not high:
             self._high = None
-            self._loss.add(where, loss)
+            self._loss.add(loss)
             if norm is not None:
-                self._norm.add(where, norm)
+                self._norm.add(norm)
             return None
         if self._high is None:
             self._high = where
@@ -284,13 +375,19 @@ class Rewind:
             self._offset = self._snapshots[0].where
         due = self._end - self._snapshots[-1].where >= self.every
         if due and len(self._snapshots) < self.depth:
-            self._take(self._loader)
+            # Batches that come again lie before the loader's position: the last snapshot's is before them all.
+            self._take(self._snapshots[-1].loader if self._again else self._position())
 
-    def _take(self, loader: Iterable[Batch]) -> None:
+    def _position(self) -> tuple[int, int, Any]:
+        """Give where in its epoch the loader is, with its state if it has one."""
+        loader: Any = self._loader
+        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        return self._epoch, self._pulled, copy.deepcopy(loader.state_dict()) if stateful else None
+
+    def _take(self, position: tuple[int, int, Any]) -> None:
         snapshot = self._spare.pop() if self._spare else _Snapshot(self._parts)
         snapshot.take(self._end, self._steps[-1].number + 1 if self._steps else self._number)
-        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        snapshot.loader = (self._pulled, copy.deepcopy(loader.state_dict())) if stateful else (0, None)  # type: ignore[attr-defined]
+        snapshot.loader, snapshot.levels = position, (self._loss.state(), self._norm.state())
         snapshot.rewinds = 0
         self._snapshots.append(snapshot)
         if len(self._snapshots) == 1:
@@ -303,34 +400,43 @@ class Rewind:
         first = max(self._high - self.lookback, self._offset)
         snapshot = self._snapshots[0]
         innocent, suspects = self._steps[: first - self._offset], self._steps[first - self._offset :]
-        snapshot.restore()
-        exact = not self._inexact and all(given.batch is not _LOST for step in innocent for given in step.batches)
-        rewound = Rewound(
-            snapshot.number,
-            tuple(step.number for step in suspects),
-            reason,
-            exact,
-            self._record(suspects, reason, snapshot.number),
-        )
-        self._spare += self._snapshots[1:]
-        del self._snapshots[1:]
-        self._steps.clear()
-        self._unread.clear()
-        self._asked.clear()
-        self._high = None
-        for level in (self._loss, self._norm):
-            level.cut(snapshot.where)
+        doubts = [given.doubt for step in self._steps for given in step.batches if given.doubt]
+        doubts += [_LOST_DOUBT for step in innocent for given in step.batches if given.batch is _LOST]
+        doubts += [_CHANGED_DOUBT for step in innocent for given in step.batches if given.was_written]
         repeats = [given for step in innocent for given in step.batches if given.batch is not _LOST]
-        self._again.extendleft(reversed(repeats))
+        carried = [given.between for step in suspects for given in step.batches if given.between is not None]
+        if carried and (len(carried) > 1 or suspects[0].batches[0].between is None):
+            doubts.append("schedulers were stepped between epochs, after the first suspect")
+        again, spare = deque([*repeats, *self._again]), self._spare + self._snapshots[1:]
+
+        def set_back() -> None:  # can be repeated: an interrupt must not leave half of it
+            snapshot.restore()
+            for given in again:
+                given.doubt = ""
+            if carried and len(again) > len(repeats):
+                again[len(repeats)].between = carried[-1]
+            elif carried:
+                self._carried = carried[-1]
+            self._snapshots, self._spare, self._again, self._steps, self._high = [snapshot], spare, again, [], None
+            self._unread.clear()
+            self._asked.clear()
+            for level, values in zip((self._loss, self._norm), snapshot.levels, strict=True):
+                level.load(values)
+
+        to_the_end(set_back)
+        doubts += snapshot.doubts
         snapshot.rewinds += 1
-        self._tell(rewound, snapshot)
+        incidents = self._record(suspects, reason, snapshot.number)
+        skipped = tuple(step.number for step in suspects)
+        rewound = Rewound(snapshot.number, skipped, reason, not doubts, incidents)
+        self._tell(rewound, snapshot, doubts)
         return rewound
 
-    def _tell(self, rewound: Rewound, snapshot: _Snapshot) -> None:
+    def _tell(self, rewound: Rewound, snapshot: _Snapshot, doubts: Sequence[str]) -> None:
         """Write the rewind to the log; raise where it is one too many, warn at the second."""
         self.rewinds.append(rewound)
         line = f"{rewound.reason}; went back to step {rewound.to_step} without steps {listed(rewound.skipped)}"
-        LOG.warning("%s%s", line, "" if rewound.exact else f" (not exact: {self._inexact or 'batches are gone'})")
+        LOG.warning("%s%s", line, f" (not exact: {doubts[0]})" if doubts else "")
         if len(self.rewinds) > self.max_rewinds or snapshot.rewinds > SAME_SNAPSHOT:
             again = snapshot.rewinds > SAME_SNAPSHOT
             raise TooManyRewinds(
@@ -395,20 +501,26 @@ class Rewind:
         Returns:
             Tensors and plain values; save it after `observe`, together with the parts.
         """
-        if self._open:
+        if self._open and self._current is not None:
             raise ArgumentValueError(
                 "Rewind.state_dict(): a step has begun.",
                 why="its batches would be lost or given twice.",
                 fix="rewind.observe(loss); checkpoint = rewind.state_dict()",
             )
-        self._read(0)  # a checkpoint may wait for the device
         return {
             "number": self._number,
+            "epoch": self._epoch,
             "pulled": self._pulled,
+            "loader": self._position()[2],
             "offset": self._offset,
             "high": self._high,
-            "steps": [(step.number, [given.position for given in step.batches]) for step in self._steps],
-            "again": [(given.number, given.position) for given in self._again],
+            "steps": [[given.state() for given in step.batches] for step in self._steps],
+            "again": [given.state() for given in self._again],
+            "open": [given.state() for given in self._open],
+            "carried": None if self._carried is None else self._carried.state(),
+            # Not judged here: ranks judge together, and perhaps only one of them saves.
+            "unread": [entry[:3] for entry in self._asked]
+            + [(where, *reading.values()) for where, reading in self._unread],
             "loss": self._loss.state(),
             "norm": self._norm.state(),
             "rewinds": [(one.to_step, list(one.skipped), one.reason, one.exact) for one in self.rewinds],
@@ -426,43 +538,62 @@ class Rewind:
         Raises:
             ArgumentValueError: It is something else.
         """
-        expected = {"number", "pulled", "offset", "high", "steps", "again", "loss", "norm", "rewinds", "snapshot"}
+        expected = set(Rewind(torch.nn.Identity()).state_dict())
         if set(state) != expected:
             raise ArgumentValueError(
                 f"Rewind.load_state_dict(): the entries are {sorted(map(str, state))}.",
                 why=f"the state of a Rewind has the entries {sorted(expected)}.",
                 fix='rewind.load_state_dict(checkpoint["rewind"])   # saved as rewind.state_dict()',
             )
-        self._number, self._pulled, self._offset = state["number"], state["pulled"], state["offset"]
-        self._high = state["high"]
-        self._steps = [_Step(number, [_Given(number, at) for at in places]) for number, places in state["steps"]]
-        self._again = deque(_Given(number, place) for number, place in state["again"])
+        self._number, self._epoch, self._pulled = state["number"], state["epoch"], state["pulled"]
+        self._offset, self._high = state["offset"], state["high"]
+        steps = [[_Given.load(given) for given in step] for step in state["steps"]]
+        self._steps = [_Step(step[0].number or 0, step) for step in steps]
+        self._again = deque(_Given.load(given) for given in state["again"])
+        self._open = [_Given.load(given) for given in state["open"]]
+        self._carried = None if state["carried"] is None else _Outside.load(state["carried"])
         self._loss.load(state["loss"])
         self._norm.load(state["norm"])
         self.rewinds = [Rewound(to, tuple(skipped), why, exact) for to, skipped, why, exact in state["rewinds"]]
-        self._unread.clear()
+        self._unread = deque((where, _Reading(loss, norm)) for where, loss, norm in state["unread"])
         self._asked.clear()
-        self._open, self._snapshots, self._spare = [], [], []
+        self._snapshots, self._spare, self._current, self._left = [], [], None, None
         if state["snapshot"] is not None:
             self._snapshots.append(_Snapshot.load(self._parts, state["snapshot"]))
-        self._resumed = dict(state)
+        self._resumed = state
 
-    def _resume(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+    def _resume(self, loader: Iterable[Batch], state: Mapping[str, Any]) -> Iterator[Batch]:
         """Bring a fresh loader to the place of the saved one, and collect the batches that may be needed again."""
-        start, saved = self._snapshots[0].loader if self._snapshots else (0, None)
-        if saved is not None and hasattr(loader, "load_state_dict"):
+        epoch, start, saved = self._snapshots[0].loader if self._snapshots else self._position()
+        if saved is None:
+            start = 0
+        elif hasattr(loader, "load_state_dict"):
+            if epoch != self._epoch:
+                start, saved = self._pulled, state["loader"]
             loader.load_state_dict(copy.deepcopy(saved))
+        chance = random_state()  # whatever the loader draws now it has drawn before
         source = iter(loader)
         wanted: dict[int, list[_Given]] = {}
-        for given in (*self._again, *(given for step in self._steps for given in step.batches)):
-            wanted.setdefault(given.position, []).append(given)
+        for given in (*self._again, *self._open, *(given for step in self._steps for given in step.batches)):
+            if given.epoch == self._epoch:
+                wanted.setdefault(given.position, []).append(given)
+        before = random_state()
         for position in range(start, self._pulled):
-            try:
-                batch = next(source)
-            except StopIteration:
-                break
+            batch = next(source, _LOST)
             for given in wanted.get(position, ()):
-                given.batch = batch
+                given.hold(batch)
+        same = _same(before, random_state())
+        set_random_state(chance)
+        lost = [given for given in self._again if given.batch is _LOST]
+        if lost or not same:
+            self._doubt = _LOST_DOUBT
+            gone = f"{len(lost)} batches that were to come again are gone" if lost else "its batches may be others"
+            warnings.warn(
+                f"Rewind.batches(): the loader does not give again what it gave before the resume: {gone}. It must "
+                "give the same batches for each epoch (a generator seeded by the epoch) or have a state_dict.",
+                GradgateWarning,
+                stacklevel=3,
+            )
         self._again = deque(given for given in self._again if given.batch is not _LOST)
         return source
 
@@ -479,15 +610,81 @@ class Rewind:
 # --- the pieces -------------------------------------------------------------------------------------------------------
 
 _LOST = object()  # stands for a batch that a resumed run could not get again
+_LOST_DOUBT = "a resumed run cannot get batches of before again"
+_DRAWS_DOUBT = "the loader draws from the global random state; give it a generator of its own"
+_CHANGED_DOUBT = "the loop writes into its batches"
 
 
 @dataclass(slots=True)
 class _Given:
-    """A batch, its position in the loader's epoch, and the step it belongs to."""
+    """A batch, where its loader gave it, and the step it belongs to."""
 
     number: int | None
+    epoch: int
     position: int
+    doubt: str = ""
+    between: _Outside | None = None  # what the loop did to schedulers before it
     batch: Batch = _LOST
+    _tensors: list[tuple[Callable[[], torch.Tensor | None], int]] = field(default_factory=list)
+
+    def hold(self, batch: Batch) -> None:
+        """Take the batch, and note how often its tensors were written."""
+        self.batch = batch
+        tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
+        self._tensors = [(weakref.ref(tensor), write_count(tensor)) for tensor in tensors]
+
+    @property
+    def was_written(self) -> bool:
+        """Whether a tensor of the batch was written in place since it was given."""
+        return any((t := tensor()) is not None and write_count(t) != count for tensor, count in self._tensors)
+
+    def state(self) -> tuple[Any, ...]:
+        between = None if self.between is None else self.between.state()
+        return self.number, self.epoch, self.position, self.doubt, between
+
+    @classmethod
+    def load(cls, state: Sequence[Any]) -> _Given:
+        number, epoch, position, doubt, between = state
+        return cls(number, epoch, position, doubt, None if between is None else _Outside.load(between))
+
+
+class _Outside:
+    """What a loop may change between two epochs: schedulers and the options of optimizers; weights it must not."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._options = [_copy_of(_options_of(part)) for part in parts]
+        self._writes = sum(
+            write_counts(_tensors_of(part).values()) for part in parts if isinstance(part, torch.nn.Module)
+        )
+        self._random = random_state()
+
+    def since(self, before: _Outside) -> tuple[str, _Outside | None]:
+        """Give what cannot be repeated of what happened since an earlier time, and what can."""
+        doubt = ""
+        if not _same(self._random, before._random):
+            doubt = "random numbers were drawn between epochs"
+        if self._writes != before._writes:
+            doubt = "weights or buffers were changed between epochs"
+        pairs = zip(self._options, before._options, strict=True)
+        self._options = [None if _same(now, then) else now for now, then in pairs]
+        return doubt, None if all(options is None for options in self._options) else self
+
+    def put_back(self, parts: Sequence[Any]) -> None:
+        """Make the same changes again."""
+        for part, options in zip(parts, self._options, strict=True):
+            if options is not None and isinstance(part, torch.optim.Optimizer):
+                _set_groups(part, options, {})
+            elif options is not None:
+                part.load_state_dict(copy.deepcopy(options))
+
+    def state(self) -> list[Any]:
+        return self._options
+
+    @classmethod
+    def load(cls, state: list[Any]) -> _Outside:
+        outside = cls(())
+        outside._options = state
+        return outside
 
 
 @dataclass(slots=True)
@@ -529,19 +726,14 @@ class _Level:
         self.clear()
 
     def clear(self) -> None:
-        self._recent: deque[tuple[int, float]] = deque()
+        self._recent: deque[float] = deque()
         self._sorted: list[float] = []
 
-    def add(self, where: int, value: float) -> None:
-        self._recent.append((where, value))
+    def add(self, value: float) -> None:
+        self._recent.append(value)
         insort(self._sorted, value)
         if len(self._recent) > self._window:
-            self._forget(self._recent.popleft()[1])
-
-    def cut(self, end: int) -> None:
-        """Forget what was observed from a place of the timeline on."""
-        while self._recent and self._recent[-1][0] >= end:
-            self._forget(self._recent.pop()[1])
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
     def above(self, name: str, value: float) -> str:
         """Say by how much a value is above the level; nothing if it is not."""
@@ -550,21 +742,18 @@ class _Level:
         if len(self._sorted) < min(WARM_UP, self._window):
             return ""
         middle, spread = self._median_and_mad()
-        spread = max(spread, FLAT * abs(middle))
-        if value <= middle + self._threshold * spread:
+        spread = max(spread, FLAT * abs(middle)) or max(map(abs, self._sorted))  # mostly 0: the largest
+        if not spread or value <= middle + self._threshold * spread:
             return ""
         return f"the {name} is {value:.4g}, above {middle:.4g} + {self._threshold:g} x {spread:.3g}"
 
-    def state(self) -> list[tuple[int, float]]:
+    def state(self) -> list[float]:
         return list(self._recent)
 
-    def load(self, recent: Iterable[tuple[int, float]]) -> None:
+    def load(self, recent: Iterable[float]) -> None:
         self.clear()
-        for where, value in recent:
-            self.add(where, value)
-
-    def _forget(self, value: float) -> None:
-        del self._sorted[bisect_left(self._sorted, value)]
+        for value in recent:
+            self.add(value)
 
     def _median_and_mad(self) -> tuple[float, float]:
         values = self._sorted
@@ -591,44 +780,68 @@ class _Snapshot:
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
         self._kept: list[Any] = [None] * len(parts)
+        self._sources: dict[int, torch.Tensor] = {}  # what was copied, by the id of the copy
         self._random: dict[str, Any] = {}
         self.where = self.number = self.rewinds = 0
-        self.loader: tuple[int, Any] = (0, None)
+        self.loader: tuple[int, int, Any] = (0, 0, None)
+        self.levels: tuple[list[float], list[float]] = ([], [])
+        self.doubts: list[str] = []  # of the last restore
 
     def take(self, where: int, number: int) -> None:
         """Copy everything as it is after the steps up to a place of the timeline."""
         self.where, self.number = where, number
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies = _Copies()
         with torch.no_grad():
-            kept = [_copied(_state_of(part), old, pairs) for part, old in zip(self._parts, self._kept, strict=True)]
-            copy_tensors([copied for copied, _ in pairs], [source for _, source in pairs])
+            kept = [_copied(_state_of(part), old, copies) for part, old in zip(self._parts, self._kept, strict=True)]
+            copies.fill()
+        self._sources = {id(copied): source for copied, source in copies.values()}
         self._kept, self._random = kept, random_state()
 
     def restore(self) -> None:
-        """Write everything back; the copy stays good."""
+        """Write everything back; the copy stays good, so this can be repeated."""
+        self.doubts = []
         with torch.no_grad():
             for part, kept in zip(self._parts, self._kept, strict=True):
-                _put_back(part, kept)
+                if (doubt := _put_back(part, kept, self._sources)) is not None:
+                    self.doubts.append(doubt)
         set_random_state(self._random)
 
     @property
     def nbytes(self) -> int:
         """How much memory the copies take."""
-        return sum(leaf.nbytes for leaf in tree_flatten(self._kept)[0] if isinstance(leaf, torch.Tensor))
+        leaves = {id(leaf): leaf for leaf in tree_flatten(self._kept)[0] if isinstance(leaf, torch.Tensor)}
+        return sum(leaf.nbytes for leaf in leaves.values())
 
     def state(self) -> dict[str, Any]:
         """Give the snapshot as tensors and plain values."""
-        own = {"where": self.where, "number": self.number, "rewinds": self.rewinds, "loader": self.loader}
-        return {**own, **copy.deepcopy({"kept": self._kept, "random": self._random})}
+        own = {"where": self.where, "number": self.number, "rewinds": self.rewinds}
+        random = dict(self._random)
+        if "numpy" in random:  # torch.load(weights_only=True) refuses its arrays
+            random["numpy"] = [torch.from_numpy(v.copy()) if hasattr(v, "dtype") else v for v in random["numpy"]]
+        rest = {"loader": self.loader, "levels": self.levels, "kept": self._kept, "random": random}
+        return {**own, **copy.deepcopy(rest)}
 
     @classmethod
     def load(cls, parts: Sequence[Any], state: Mapping[str, Any]) -> _Snapshot:
         """Make a snapshot again."""
-        snapshot = cls(parts)
-        snapshot.where, snapshot.number = state["where"], state["number"]
-        snapshot.rewinds, snapshot.loader = state["rewinds"], tuple(state["loader"])
-        snapshot._kept, snapshot._random = copy.deepcopy(state["kept"]), copy.deepcopy(state["random"])
+        snapshot, state = cls(parts), copy.deepcopy(dict(state))
+        snapshot.where, snapshot.number, snapshot.rewinds = state["where"], state["number"], state["rewinds"]
+        snapshot.loader, snapshot.levels = tuple(state["loader"]), tuple(state["levels"])
+        snapshot._kept, snapshot._random = state["kept"], state["random"]
+        if "numpy" in snapshot._random:
+            numpy = [v.numpy() if isinstance(v, torch.Tensor) else v for v in snapshot._random["numpy"]]
+            snapshot._random["numpy"] = tuple(numpy)
         return snapshot
+
+
+def _with_optimizers(parts: list[Any]) -> list[Any]:
+    """Add the optimizers that parts hold: that of a scheduler, those inside others."""
+    known = {id(part): part for part in parts}
+    for part in parts:
+        if not isinstance(part, torch.nn.Module):
+            held = [value for value in vars(part).values() if isinstance(value, torch.optim.Optimizer)]
+            known |= {id(one): one for one in held}
+    return list(known.values()) if len(known) == len(parts) else _with_optimizers(list(known.values()))
 
 
 def _stateful(part: Any) -> Any:
@@ -644,33 +857,83 @@ def _stateful(part: Any) -> Any:
 def _state_of(part: Any) -> Any:
     """Give what a part writes from step to step, as a tree of tensors and plain values."""
     if isinstance(part, torch.nn.Module):
-        tensors = dict(part.named_parameters()) | dict(part.named_buffers())
-        return {"tensors": tensors, "gradients": [parameter.grad is not None for parameter in part.parameters()]}
+        tensors = _tensors_of(part)
+        lazy = [name for name, tensor in tensors.items() if tensor is not None and is_lazy(tensor)]
+        if lazy:
+            raise ArgumentValueError(
+                f"Rewind.batches(): {listed(lazy, 3)} of {type(part).__name__} have no values yet.",
+                why="a lazy module gets its weights in the first forward, and a snapshot is taken before it.",
+                fix="model(batch)   # once, before the optimizer is made",
+            )
+        return {"tensors": tensors, "gradients": [n for n, p in part.named_parameters() if p.grad is not None]}
     if isinstance(part, torch.optim.Optimizer):
-        return {
-            "state": {place: part.state[p] for place, p in enumerate(_parameters(part)) if p in part.state},
-            "groups": [{key: group[key] for key in group if key != "params"} for group in part.param_groups],
-        }
+        state = {place: part.state[p] for place, p in enumerate(_parameters(part)) if p in part.state}
+        return {"state": state, "groups": _options_of(part)}
     return part.state_dict()
+
+
+def _slots_of(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Give every slot of a module that a tensor is or may be in: its name, and where it is."""
+    for prefix, part in module.named_modules():
+        for table in (part._parameters, part._buffers):
+            for key in list(table):
+                yield f"{prefix}.{key}" if prefix else key, table, key
+
+
+def _tensors_of(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: table[key] for name, table, key in _slots_of(module)}
+
+
+def _options_of(part: Any) -> Any:
+    """Give what a loop sets itself: the options of an optimizer, the state of a scheduler."""
+    if isinstance(part, torch.optim.Optimizer):
+        return [{key: group[key] for key in group if key != "params"} for group in part.param_groups]
+    return None if isinstance(part, torch.nn.Module) else part.state_dict()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _copied(value: Any, old: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Copy a tree; tensors are paired, for one call that copies all, with the memory of an older copy where it fits."""
+class _Copies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
+    """Copies and what they are made of, by the id of the latter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+
+    def fill(self) -> None:
+        """Copy all values in one call."""
+        with torch.no_grad():
+            copy_tensors([copied for copied, _ in self.values()], [_local(s.detach()) for _, s in self.values()])
+
+
+def _copied(value: Any, old: Any, copies: _Copies) -> Any:
+    """Copy a tree; its tensors are only paired with memory, of an older copy where it fits, to be copied in one call.
+
+    One tensor in two places has one copy, so that it is one tensor again when it is restored.
+    """
     if isinstance(value, torch.Tensor):
-        value = _local(value.detach())
-        fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype)
-        pairs.append((old if fits else _memory_for(value), value))
-        return pairs[-1][0]
-    if isinstance(value, Mapping):
+        if id(value) not in copies:
+            local = _local(value.detach())
+            fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (local.shape, local.dtype)
+            memory = old if fits and id(old) not in copies.used else _memory_for(local)
+            copies.used.add(id(memory))
+            copies[id(value)] = memory, value
+        return copies[id(value)][0]
+    if type(value) in (dict, OrderedDict):
         named = old if isinstance(old, Mapping) else {}
-        return {key: _copied(part, named.get(key), pairs) for key, part in value.items()}
-    if type(value) in (list, tuple, deque):
-        return type(value)([_copied(part, known, pairs) for part, known in zip(value, _alike(old, value), strict=True)])
+        return {key: _copied(part, named.get(key), copies) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_copied(p, known, copies) for p, known in zip(value, _alike(old, value), strict=True)])
     return copy.deepcopy(value)
+
+
+def _copy_of(tree: Any) -> Any:
+    copies = _Copies()
+    copied = _copied(tree, None, copies)
+    copies.fill()
+    return copied
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -680,58 +943,92 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Make room for a copy: on the host, and pinned, if the tensor lies on an accelerator."""
+    """Make memory for a copy: on the host, and pinned, if the tensor lies on an accelerator."""
     if tensor.is_cpu:
         return torch.empty_like(tensor)
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-def _put_back(part: Any, kept: Any) -> None:
-    """Write a copy into a part, in place wherever that is possible; the copy stays good."""
+def _put_back(part: Any, kept: Any, sources: dict[int, torch.Tensor]) -> str | None:
+    """Write a copy into the tensors that it was made of, and put these where they were; give a doubt, if any."""
     if isinstance(part, torch.nn.Module):
-        tensors: list[tuple[str, torch.Tensor]] = [*part.named_parameters(), *part.named_buffers()]
-        for name, tensor in tensors:
+        added = []
+        for name, table, key in _slots_of(part):
             if name in kept["tensors"]:
-                _written(tensor, kept["tensors"][name])
-        for parameter, had_gradient in zip(part.parameters(), kept["gradients"], strict=True):
-            if not had_gradient:
+                tensor = _written(table[key], kept["tensors"][name], sources)
+                if table[key] is not tensor:
+                    table[key] = tensor
+            elif isinstance(table[key], torch.nn.Parameter):
+                added.append(name)
+            else:
+                del table[key]  # a buffer that the module made in its forward; it makes it again
+        for name, parameter in part.named_parameters():
+            if name not in kept["gradients"]:
                 parameter.grad = None
-    elif isinstance(part, torch.optim.Optimizer):
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return f"parameters were added since the snapshot: {listed(added, 3)}" if added else None
+    if isinstance(part, torch.optim.Optimizer):
         for place, trained in enumerate(_parameters(part)):
             if place in kept["state"]:
-                part.state[trained] = _written(part.state.get(trained), kept["state"][place])
+                state = _written(part.state.get(trained), kept["state"][place], sources, trained.device)
+                part.state[trained] = state
             else:
                 part.state.pop(trained, None)
-        for group, saved in zip(part.param_groups, kept["groups"], strict=True):
-            for key in [key for key in group if key != "params" and key not in saved]:
-                del group[key]
-            group.update({key: _written(group.get(key), value) for key, value in saved.items()})
-    else:
-        part.load_state_dict(_written(None, kept))
+        return _set_groups(part, kept["groups"], sources)
+    part.load_state_dict(copy.deepcopy(kept))
+    return None
 
 
-def _written(value: Any, kept: Any) -> Any:
-    """Give a value that equals a copy: the old value overwritten where it can be, else a new one."""
+def _set_groups(optimizer: torch.optim.Optimizer, groups: list[Any], sources: dict[int, torch.Tensor]) -> str | None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        for key in [key for key in group if key != "params" and key not in saved]:
+            del group[key]
+        group.update({key: _written(group.get(key), value, sources) for key, value in saved.items()})
+    return None if len(groups) == len(optimizer.param_groups) else "parameter groups were added since the snapshot"
+
+
+def _written(value: Any, kept: Any, sources: dict[int, torch.Tensor], device: torch.device | None = None) -> Any:
+    """Give what a copy was made of, with the values of the copy.
+
+    It is the tensor that was copied, not the one that is in its place now: that may be a batch, or in two places. Only
+    after a resume it is that one.
+    """
     if isinstance(kept, torch.Tensor):
-        local = _local(value.detach()) if isinstance(value, torch.Tensor) else None
-        if local is None or local.dtype is not kept.dtype:
-            return kept.clone()
-        if local.shape != kept.shape:
-            value.data = kept.clone()
+        if id(kept) not in sources:
+            taken = any(value is source for source in sources.values())
+            fits = isinstance(value, torch.Tensor) and not taken and value.dtype is kept.dtype
+            sources[id(kept)] = value if fits else kept.to(device if kept.ndim else None, copy=True)
+        source = sources[id(kept)]
+        local = _local(source.detach())
+        if local.shape != kept.shape or any(s == 0 and n > 1 for s, n in zip(local.stride(), local.shape, strict=True)):
+            source.data = kept.to(local.device, copy=True)
         else:
             local.copy_(kept, non_blocking=True)
-        return value
-    if isinstance(kept, Mapping):
+        return source
+    if type(kept) in (dict, OrderedDict):
         named = value if isinstance(value, Mapping) else {}
-        return {key: _written(named.get(key), part) for key, part in kept.items()}
-    if type(kept) in (list, tuple, deque):
-        return type(kept)([_written(known, part) for known, part in zip(_alike(value, kept), kept, strict=True)])
+        return {key: _written(named.get(key), part, sources, device) for key, part in kept.items()}
+    if type(kept) in (list, tuple):
+        pairs = zip(_alike(value, kept), kept, strict=True)
+        return type(kept)([_written(known, part, sources, device) for known, part in pairs])
     return copy.deepcopy(kept)
 
 
 def _alike(value: Any, form: Sequence[Any]) -> Sequence[Any]:
     """Give a value if it has as many elements as a form, else as many of nothing."""
-    return value if isinstance(value, list | tuple | deque) and len(value) == len(form) else [None] * len(form)
+    return value if isinstance(value, list | tuple) and len(value) == len(form) else [None] * len(form)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare two trees of tensors, arrays and plain values."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) or (isinstance(one, tuple) and one and not isinstance(one[0], int)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool((one == other).all()) if hasattr(one, "dtype") else bool(one == other)
 
 
 class _Ranks:
@@ -753,7 +1050,11 @@ class _Ranks:
             groups += [shard_group(root) for root in shard_roots(module)]
             if groups:
                 return cls(groups[0], next(_local(p.detach()).device for p in module.parameters()))
-        return cls(None, None)
+        if distributed.get_world_size() == 1:
+            return cls(None, None)
+        # A model inside DistributedDataParallel, or ranks that add up gradients by hand.
+        parameters = (p for module in modules for p in module.parameters())
+        return cls(None, next((p.device for p in parameters), torch.device("cpu")))
 
     def ask(self, high: bool, broken: bool) -> Callable[[], tuple[bool, bool]]:
         """Ask all processes whether any of them sees a spike; the answer may be taken later."""

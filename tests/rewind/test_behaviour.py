@@ -45,7 +45,7 @@ def test_the_level_is_the_median_and_the_mad():
         values = torch.randn(count, generator=generator, dtype=torch.float64).round(decimals=1)
         level = _Level(100, 8.0)
         for value in values.tolist():
-            level.add(0, value)
+            level.add(value)
         middle, spread = level._median_and_mad()
         assert middle == pytest.approx(values.quantile(0.5).item())
         deviations = (values - middle).abs().sort().values

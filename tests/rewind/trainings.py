@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import deque
 
 import torch
 from torch import nn
@@ -108,7 +109,7 @@ def assert_same(found, wanted, path=""):
         assert found.keys() == wanted.keys(), path
         for key in wanted:
             assert_same(found[key], wanted[key], f"{path}.{key}")
-    elif isinstance(wanted, (list, tuple)):
+    elif isinstance(wanted, (list, tuple, deque)):
         assert len(found) == len(wanted), path
         for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
             assert_same(one, other, f"{path}[{place}]")
