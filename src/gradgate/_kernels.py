@@ -35,7 +35,8 @@ DTYPES = _CODES.keys()
 _COMPUTED = dict.fromkeys(_CODES, torch.int64)
 _COMPUTED.update(dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float32))
 _COMPUTED[torch.float64] = torch.float64
-_LARGEST, _SMALLEST, _DIFFERENCES, _SQUARES, _EQUALS = 0, 1, 2, 3, 5
+_LARGEST, _SMALLEST, _EQUALS = 0, 1, 3
+_ELEMENTS, _DIFFERENCES, _SQUARES = 0, 1, 2
 _DISTANCES, _SHARES, _WEIGHTS = 0, 1, 2
 _CPU = torch.device("cpu")
 
@@ -108,7 +109,7 @@ def sums(layout: Layout, out_shape: Sequence[int], *, mean: bool = False, counte
     total = _made(out_shape, _COMPUTED[layout.x.dtype])
     number = _made(out_shape, torch.int64) if counted else None
     address = None if number is None else number.data_ptr()
-    empty = library.sum(layout.described(), mean, total.data_ptr(), address)
+    empty = library.sum(layout.described(), _ELEMENTS, None, mean - 1, total.data_ptr(), address)
     return Sums(total, number, _checked(empty))
 
 
@@ -120,13 +121,25 @@ class Sums(NamedTuple):
     empty: int
 
 
-def squares(layout: Layout, out_shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add up the squares of the distances to the mean of what is kept of each slice; give the means and numbers too."""
-    mean, number, _ = sums(layout, out_shape, mean=True)
-    assert number is not None
-    # The mean is as exact as its dtype can be, so that equal values have no spread, however large they are.
-    mean += _fold(layout, _DIFFERENCES, mean, out_shape)[0] / number
-    return _fold(layout, _SQUARES, mean, out_shape)[0], mean, number
+def squares(
+    layout: Layout, out_shape: Sequence[int], correction: float = -1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add up the squares of the distances to the mean of what is kept of each slice; give the means and numbers too.
+
+    The sums are divided by the numbers less the correction, unless that is negative.
+    """
+    dtype = layout.x.dtype
+    if layout.mask is None:
+        layout = layout._replace(mask=valid(layout.x, None, layout.value))
+    found, mean, first = (_made(out_shape, _COMPUTED[dtype]) for _ in range(3))
+    number, described = _made(out_shape, torch.int64), layout.described()
+    # Counted from one of the elements, the mean is so exact that equal values have no spread, however large they are.
+    library.first(described, first.data_ptr())
+    start = first.data_ptr()
+    _checked(library.sum(described, _DIFFERENCES, start, 0, mean.data_ptr(), number.data_ptr()))
+    mean += first
+    _checked(library.sum(described, _SQUARES, mean.data_ptr(), correction, found.data_ptr(), None))
+    return found, mean, number
 
 
 def extreme(layout: Layout, out_shape: Sequence[int], *, largest: bool) -> tuple[torch.Tensor, int]:

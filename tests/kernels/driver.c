@@ -47,14 +47,14 @@ int main(void)
             kept += mask[i] != 0;
         for (int64_t i = 0; i < slices; i++)
             counted += count[i];
-        NAME(gg_sum)(&in, 0, total, count);
+        NAME(gg_sum)(&in, ELEMENTS, NULL, -1, total, count);
         for (int64_t i = 0; i < slices; i++)
             counted += count[i];
         if (counted != 2 * kept) {
             printf("round %d: %lld are kept, %lld were counted\n", round, (long long)kept, (long long)counted / 2);
             return 1;
         }
-        NAME(gg_sum)(&bare, dtype < I8, total, NULL);
+        NAME(gg_sum)(&bare, ELEMENTS, NULL, dtype < I8 ? 0 : -1, total, NULL);
         NAME(gg_mode)(&in, count, total);
         NAME(gg_mode)(&bare, count, total);
         NAME(gg_fill)(x, mask, value, n, size[dtype], out, 2);
@@ -69,6 +69,11 @@ int main(void)
                 NAME(gg_fold)(&in, op, op > SMALLEST ? own : NULL, total);
                 NAME(gg_fold)(&bare, op, op > SMALLEST ? own : NULL, total);
             }
+            for (int op = DIFFERENCES; op <= SQUARES; op++) {
+                NAME(gg_sum)(&in, op, own, 1.5, total, count);
+                NAME(gg_sum)(&bare, op, own, -1, total, NULL);
+            }
+            NAME(gg_first)(&in, total);
             NAME(gg_logsumexp)(&in, total);
             NAME(gg_find)(&in, total, count);
             NAME(gg_find)(&bare, total, count);

@@ -37,7 +37,8 @@ _INPUT = ctypes.POINTER(Input)
 _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "valid": (None, [_INPUT, _pointer]),
     "count": (None, [_pointer, _int64, _int64, _int64, _pointer, _int32]),
-    "sum": (_int64, [_INPUT, _int32, _pointer, _pointer]),
+    "sum": (_int64, [_INPUT, _int32, _pointer, _double, _pointer, _pointer]),
+    "first": (None, [_INPUT, _pointer]),
     "choose": (None, [_pointer, _pointer, _pointer, _pointer, _int64, _int64, _int32, _int32]),
     "checksum": (None, [_pointer, _int64, _int32, _pointer, _pointer, _int32]),
     "repeats": (_int64, [_pointer, _int64, _int64]),

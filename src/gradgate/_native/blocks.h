@@ -16,21 +16,25 @@ INLINE AV A_NAME(exp)(AV x)
 #if IS_DOUBLE
     const AV shift = ALL_LANES(0x1.8p52);
     const double high = 0x1.62e42fefa3800p-1, low = 0x1.ef35793c76730p-45;
-    const double c[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
-                        1.0 / 5040,       1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,
-                        1.0,              1.0};
     const IV tiny = x < -708.0;
 #else
     const AV shift = ALL_LANES(0x1.8p23f);
     const float high = 0x1.62e400p-1f, low = 0x1.7f7d1cp-20f;
-    const float c[] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
     const IV tiny = x < -87.0f;
 #endif
     x = (AV)((IV)x & ~tiny);
     AV t = x * (A)1.44269504088896340736 + shift; /* the last bits of t are the integer next to it */
-    AV n = t - shift, r = (x - n * high) - n * low, p = ALL_LANES(c[0]);
-    for (size_t k = 1; k < sizeof c / sizeof *c; k++)
-        p = p * r + c[k];
+    AV n = t - shift, r = (x - n * high) - n * low;
+#if IS_DOUBLE
+    AV p = r * (1.0 / 6227020800) + 1.0 / 479001600;
+    p = ((p * r + 1.0 / 39916800) * r + 1.0 / 3628800) * r + 1.0 / 362880;
+    p = ((p * r + 1.0 / 40320) * r + 1.0 / 5040) * r + 1.0 / 720;
+    p = ((p * r + 1.0 / 120) * r + 1.0 / 24) * r + 1.0 / 6;
+#else
+    AV p = ((r * (1.0f / 5040) + 1.0f / 720) * r + 1.0f / 120) * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+#endif
+    p = ((p * r + (A)0.5) * r + 1) * r + 1;
     IV scale = ((IV)t - (IV)shift + (IS_DOUBLE ? 1023 : 127)) << (IS_DOUBLE ? 52 : 23);
     return (AV)((IV)(p * (AV)scale) & ~tiny);
 }
@@ -46,10 +50,6 @@ INLINE void A_NAME(take)(int op, const A *block, int64_t n, const A *own, int64_
             *lane = CHOOSE((IV)(v > *lane) | (IV)(v != v), v, *lane);
         else if (op == SMALLEST)
             *lane = CHOOSE((IV)(v < *lane) | (IV)(v != v), v, *lane);
-        else if (op == DIFFERENCES)
-            *lane += v - p;
-        else if (op == SQUARES)
-            *lane += (v - p) * (v - p);
         else if (op == EXPONENTIALS)
             *lane += A_NAME(exp)(v - p);
         else /* EQUALS */
@@ -63,12 +63,9 @@ INLINE A A_NAME(start)(int op)
 }
 
 /* What stands for the left-out, so that it adds nothing. */
-INLINE A A_NAME(nothing)(int op, A own)
+INLINE A A_NAME(nothing)(int op)
 {
-    return op == LARGEST || op == EXPONENTIALS ? -(A)INFINITY
-           : op == SMALLEST                    ? (A)INFINITY
-           : op == SQUARES || op == DIFFERENCES ? own
-                                               : (A)NAN;
+    return op == LARGEST || op == EXPONENTIALS ? -(A)INFINITY : op == SMALLEST ? (A)INFINITY : (A)NAN;
 }
 
 INLINE double A_NAME(both)(int op, double a, double b)
@@ -82,9 +79,11 @@ INLINE double A_NAME(both)(int op, double a, double b)
 
 INLINE double A_NAME(fold_row)(int op, const Input *in, int64_t offset, int64_t n, A own)
 {
+    if (op == LARGEST || op == SMALLEST)
+        return NAME(extremes)[in->dtype](in, op == LARGEST, offset, n);
     A block[BLOCK] ALIGNED, lanes[BLOCK] ALIGNED;
     const int64_t vectors = VECTORS(LEAST(n, BLOCK));
-    const AV first = ALL_LANES(A_NAME(start)(op)), fill = ALL_LANES(A_NAME(nothing)(op, own)), owns = ALL_LANES(own);
+    const AV first = ALL_LANES(A_NAME(start)(op)), fill = ALL_LANES(A_NAME(nothing)(op)), owns = ALL_LANES(own);
     double result = A_NAME(start)(op);
     for (int64_t i = 0; i < n;) {
         for (int64_t k = 0; k < vectors; k++)
@@ -99,9 +98,7 @@ INLINE double A_NAME(fold_row)(int op, const Input *in, int64_t offset, int64_t 
         AV all = first;
         for (int64_t k = 0; k < vectors; k++) {
             AV v = ((AV *)lanes)[k];
-            all = op == LARGEST    ? CHOOSE((IV)(v > all) | (IV)(v != v), v, all)
-                  : op == SMALLEST ? CHOOSE((IV)(v < all) | (IV)(v != v), v, all)
-                                   : (AV)(all + v);
+            all += v;
         }
         for (int64_t lane = 0; lane < LANES; lane++)
             result = A_NAME(both)(op, result, all[lane]);
@@ -115,7 +112,7 @@ INLINE void A_NAME(fold_columns)(int op, const Input *in, int64_t offset, int64_
     A block[TILE] ALIGNED, lanes[TILE] ALIGNED, fill[TILE] ALIGNED, owns[TILE] ALIGNED;
     for (int64_t c = 0; c < VECTORS(width) * LANES; c++) {
         owns[c] = own && c < width ? own[c] : 0;
-        fill[c] = block[c] = A_NAME(nothing)(op, owns[c]);
+        fill[c] = block[c] = A_NAME(nothing)(op);
     }
     for (int64_t c = 0; c < width; c++)
         results[c] = A_NAME(start)(op);
@@ -158,8 +155,6 @@ static void A_NAME(fold_body)(void *argument, int64_t from, int64_t to)
     switch (job->op) {
     case LARGEST: A_NAME(fold_units)(LARGEST, job, from, to); break;
     case SMALLEST: A_NAME(fold_units)(SMALLEST, job, from, to); break;
-    case DIFFERENCES: A_NAME(fold_units)(DIFFERENCES, job, from, to); break;
-    case SQUARES: A_NAME(fold_units)(SQUARES, job, from, to); break;
     case EXPONENTIALS: A_NAME(fold_units)(EXPONENTIALS, job, from, to); break;
     default: A_NAME(fold_units)(EQUALS, job, from, to);
     }

@@ -61,17 +61,31 @@ INLINE int T_NAME(left_one)(int how, A e, const uint8_t *mask, A value)
     return how == BY_MASK ? *mask == 0 : how == BY_NAN ? !(e == e) : e == value;
 }
 
-/* Add up n neighbours, and give how many are left out. */
-INLINE int64_t T_NAME(sum_piece)(int how, const T *x, const uint8_t *mask, A value, int64_t n, W *total)
+/* What is added up for an element: the element, its difference to a shift, or the square of that. */
+INLINE AV T_NAME(addend)(int op, AV v, AV shift)
 {
-    AV a = {0}, b = {0}, c = {0}, d = {0};
+    AV distance = v - shift;
+    return op == ELEMENTS ? v : op == DIFFERENCES ? distance : (AV)(distance * distance);
+}
+
+INLINE A T_NAME(addend_one)(int op, A e, A shift)
+{
+    A distance = e - shift;
+    return op == ELEMENTS ? e : op == DIFFERENCES ? distance : distance * distance;
+}
+
+/* Add up n neighbours, and give how many are left out. */
+INLINE int64_t T_NAME(sum_piece)(int how, int op, const T *x, const uint8_t *mask, A value, A shift, int64_t n, W *total)
+{
+    AV a = {0}, b = {0}, c = {0}, d = {0}, shifts = (AV){0} + shift;
     IV number = {0};
     int64_t i = 0, lost = 0;
 #define ADD(sum, at)                                                                                                    \
     {                                                                                                                   \
         AV v = T_NAME(read)(x + (at));                                                                                  \
         IV left = T_NAME(left)(how, v, mask + (at), value);                                                             \
-        sum += (AV)((IV)v & ~left);                                                                                     \
+        v = (AV)((IV)v & ~left);                                                                                        \
+        sum += op == ELEMENTS ? v : (AV)((IV)T_NAME(addend)(op, v, shifts) & ~left);                                    \
         number += left;                                                                                                 \
     }
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
@@ -91,15 +105,15 @@ INLINE int64_t T_NAME(sum_piece)(int how, const T *x, const uint8_t *mask, A val
     for (; i < n; i++) {
         A e = T_NAME(read_one)(x + i);
         int left = T_NAME(left_one)(how, e, mask + i, value);
-        *total += left ? 0 : (W)e;
+        *total += left ? 0 : (W)T_NAME(addend_one)(op, e, shift);
         lost += left;
     }
     return lost;
 }
 
 /* Add up `rows` rows of n neighbours each, one after the other. */
-INLINE void T_NAME(sum_rows)(int how, const Input *in, int64_t offset, int64_t rows, int64_t n, W *totals,
-                             int64_t *counts)
+INLINE void T_NAME(sum_rows)(int how, int op, const Input *in, const A *shift, int64_t offset, int64_t rows, int64_t n,
+                             W *totals, int64_t *counts)
 {
     const T *x = (const T *)in->x + offset;
     const uint8_t *mask = how == BY_MASK ? in->mask + offset : (const uint8_t *)x;
@@ -107,15 +121,16 @@ INLINE void T_NAME(sum_rows)(int how, const Input *in, int64_t offset, int64_t r
         W total = 0;
         int64_t count = n;
         for (int64_t i = 0; i < n; i += SUMMED)
-            count -= T_NAME(sum_piece)(how, x + i, mask + i, (A)in->value, LEAST(n - i, SUMMED), &total);
+            count -= T_NAME(sum_piece)(how, op, x + i, mask + i, (A)in->value, op == ELEMENTS ? 0 : shift[row],
+                                       LEAST(n - i, SUMMED), &total);
         totals[row] = total;
         counts[row] = count;
     }
 }
 
 /* Add up n rows of `width` columns, column by column. */
-INLINE void T_NAME(sum_columns)(int how, const Input *in, int64_t offset, int64_t n, int64_t width, W *totals,
-                                int64_t *counts)
+INLINE void T_NAME(sum_columns)(int how, int op, const Input *in, const A *shift, int64_t offset, int64_t n,
+                                int64_t width, W *totals, int64_t *counts)
 {
     const int64_t stride = in->inner;
     const T *x = (const T *)in->x + offset;
@@ -135,7 +150,9 @@ INLINE void T_NAME(sum_columns)(int how, const Input *in, int64_t offset, int64_
 #define SELECT(k)                                                                                                       \
     AV v##k = T_NAME(read)(x + (k) * stride + c);                                                                       \
     IV left##k = T_NAME(left)(how, v##k, mask + (k) * stride + c, value);                                               \
-    v##k = (AV)((IV)v##k & ~left##k);
+    v##k = (AV)((IV)v##k & ~left##k);                                                                                   \
+    if (op != ELEMENTS)                                                                                                 \
+        v##k = (AV)((IV)T_NAME(addend)(op, v##k, *(const AV *)(shift + c)) & ~left##k);
             if (rows == 4)
                 for (; c + LANES <= width; c += LANES) {
                     SELECT(0) SELECT(1) SELECT(2) SELECT(3)
@@ -153,7 +170,7 @@ INLINE void T_NAME(sum_columns)(int how, const Input *in, int64_t offset, int64_
                 for (int64_t j = c; j < width; j++) {
                     A e = T_NAME(read_one)(x + k * stride + j);
                     int left = T_NAME(left_one)(how, e, mask + k * stride + j, value);
-                    sums[j] += left ? 0 : e;
+                    sums[j] += left ? 0 : T_NAME(addend_one)(op, e, op == ELEMENTS ? 0 : shift[j]);
                     numbers[j] -= left;
                 }
             row += rows;
@@ -167,24 +184,81 @@ INLINE void T_NAME(sum_columns)(int how, const Input *in, int64_t offset, int64_
     }
 }
 
-static void T_NAME(sum)(const Input *in, int columns, int64_t offset, int64_t rows, int64_t n, void *totals,
+static void T_NAME(sum)(const Input *in, int op, const void *shift, int64_t offset, int64_t rows, int64_t n, void *totals,
                         int64_t *counts)
 {
-#define SUM(how)                                                                                                        \
-    if (columns)                                                                                                        \
-        T_NAME(sum_columns)(how, in, offset, rows, n, totals, counts);                                                  \
+#define SUM(how, op)                                                                                                    \
+    if (in->inner > 1)                                                                                                  \
+        T_NAME(sum_columns)(how, op, in, shift, offset, rows, n, totals, counts);                                       \
     else                                                                                                                \
-        T_NAME(sum_rows)(how, in, offset, rows, n, totals, counts);
+        T_NAME(sum_rows)(how, op, in, shift, offset, rows, n, totals, counts);
 #ifdef DIRECT
     A value = (A)in->value;
     if (!in->mask && value != value)
-        SUM(BY_NAN)
+        SUM(BY_NAN, ELEMENTS)
     else if (!in->mask)
-        SUM(BY_VALUE)
+        SUM(BY_VALUE, ELEMENTS)
     else
 #endif
-        SUM(BY_MASK)
+        if (op == ELEMENTS)
+        SUM(BY_MASK, ELEMENTS)
+    else if (op == DIFFERENCES)
+        SUM(BY_MASK, DIFFERENCES)
+    else
+        SUM(BY_MASK, SQUARES)
 #undef SUM
+}
+
+/* --- extremes: likewise --------------------------------------------------------------------------------------------- */
+
+/* The largest, or the smallest, of n neighbours; NaN if one of them is. */
+INLINE A T_NAME(extreme_row)(int how, int largest, const T *x, const uint8_t *mask, A value, int64_t n)
+{
+    const A limit = largest ? -(A)INFINITY : (A)INFINITY;
+    AV a = (AV){0} + limit, b = a, none = a;
+    IV nan = {0};
+    int64_t i = 0;
+#define TAKE(best, at)                                                                                                  \
+    {                                                                                                                   \
+        AV v = T_NAME(read)(x + (at));                                                                                  \
+        IV left = T_NAME(left)(how, v, mask + (at), value);                                                             \
+        v = (AV)(((IV)v & ~left) | ((IV)none & left));                                                                  \
+        nan |= (IV)(v != v);                                                                                            \
+        best = largest ? GREATER(v, best) : LESSER(v, best);                                                            \
+    }
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        TAKE(a, i)
+        TAKE(b, i + LANES)
+    }
+    for (; i + LANES <= n; i += LANES)
+        TAKE(a, i)
+#undef TAKE
+    A best = limit;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        A of_both = largest ? (a[lane] > b[lane] ? a[lane] : b[lane]) : a[lane] < b[lane] ? a[lane] : b[lane];
+        best = nan[lane] ? (A)NAN : (largest ? of_both > best : of_both < best) ? of_both : best;
+    }
+    for (; i < n; i++) {
+        A e = T_NAME(read_one)(x + i);
+        if (!T_NAME(left_one)(how, e, mask + i, value))
+            best = e != e || (largest ? e > best : e < best) ? e : best;
+    }
+    return best;
+}
+
+static double T_NAME(extreme)(const Input *in, int largest, int64_t offset, int64_t n)
+{
+    const T *x = (const T *)in->x + offset;
+    const uint8_t *mask = in->mask ? in->mask + offset : (const uint8_t *)x;
+    A value = (A)in->value;
+#define EXTREME(how)                                                                                                    \
+    return largest ? T_NAME(extreme_row)(how, 1, x, mask, value, n) : T_NAME(extreme_row)(how, 0, x, mask, value, n);
+    if (in->mask)
+        EXTREME(BY_MASK)
+    if (value != value)
+        EXTREME(BY_NAN)
+    EXTREME(BY_VALUE)
+#undef EXTREME
 }
 
 /* Write 1 and 0 for n elements from an offset on: whether they are kept, by the excluded value and the mask if any. */

@@ -1,12 +1,13 @@
 /* One dtype of integers, T; see kernels.c. They are added as uint64_t, which wraps around as torch's sums do. */
 
-PLAIN_LOOPS static void T_NAME(sum)(const Input *in, int columns, int64_t offset, int64_t rows, int64_t n, void *out,
-                                    int64_t *counts)
+PLAIN_LOOPS static void T_NAME(sum)(const Input *in, int op, const void *shift, int64_t offset, int64_t rows, int64_t n,
+                                    void *out, int64_t *counts)
 {
+    (void)op, (void)shift;
     const T *x = (const T *)in->x + offset;
     const uint8_t *mask = in->mask + offset;
     uint64_t *totals = out;
-    if (!columns)
+    if (in->inner == 1)
         for (int64_t row = 0; row < rows; row++, x += n, mask += n) {
             uint64_t total = 0;
             int64_t count = 0;

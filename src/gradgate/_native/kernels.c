@@ -60,7 +60,8 @@ enum { F32, F64, F16, BF16, I8, U8, I16, I32, I64 }; /* the order of _kernels.py
 enum { VECTOR = 32 };     /* bytes of a vector */
 enum { BLOCK = 512 };     /* elements of a row that are decoded at a time */
 /* Reductions of decoded blocks, and gradients. */
-enum { LARGEST, SMALLEST, DIFFERENCES, SQUARES, EXPONENTIALS, EQUALS };
+enum { LARGEST, SMALLEST, EXPONENTIALS, EQUALS };
+enum { ELEMENTS, DIFFERENCES, SQUARES }; /* what is added up */
 enum { DISTANCES, SHARES, WEIGHTS };
 
 enum { FEW = 16 };        /* elements of a slice that are compared in pairs to find the mode */
@@ -234,6 +235,17 @@ INLINE void int64_t_store(uint8_t *out, Lanes4 take)
     *(Byte4 *)out = __builtin_convertvector(-take, Byte4);
 #endif
 }
+/* The larger of two in each lane, the second if they cannot be compared; likewise the lesser. */
+#ifdef __AVX2__
+#define PICK(name, a, b) (sizeof(A) == 4 ? (AV)_mm256_##name##_ps((__m256)(a), (__m256)(b)) : (AV)_mm256_##name##_pd((__m256d)(a), (__m256d)(b)))
+#define GREATER(a, b) PICK(max, a, b)
+#define LESSER(a, b) PICK(min, a, b)
+#else
+#define PICK(condition, a, b) ((AV)(((IV)(a) & (IV)(condition)) | ((IV)(b) & ~(IV)(condition))))
+#define GREATER(a, b) PICK((a) > (b), a, b)
+#define LESSER(a, b) PICK((a) < (b), a, b)
+#endif
+
 #define LEFT(mask) JOIN(I, left)(mask)
 #define STORE_KEPT(out, take) JOIN(I, store)(out, take)
 
@@ -303,8 +315,11 @@ INLINE void int64_t_store(uint8_t *out, Lanes4 take)
 typedef void (*NAME(Decode))(const Input *, int64_t, int64_t, const void *, int64_t, void *);
 static const NAME(Decode) NAME(decoders)[] = {OF_FLOATS(decode)};
 
-typedef void (*NAME(Sum))(const Input *, int, int64_t, int64_t, int64_t, void *, int64_t *);
+typedef void (*NAME(Sum))(const Input *, int, const void *, int64_t, int64_t, int64_t, void *, int64_t *);
 static const NAME(Sum) NAME(adders)[] = {OF_FLOATS(sum), OF_INTEGERS(sum)};
+
+typedef double (*NAME(Extreme))(const Input *, int, int64_t, int64_t);
+static const NAME(Extreme) NAME(extremes)[] = {OF_FLOATS(extreme)};
 
 typedef void (*NAME(Valid))(const Input *, int64_t, int64_t, uint8_t *);
 static const NAME(Valid) NAME(validators)[] = {OF_FLOATS(valid), OF_INTEGERS(valid)};
@@ -367,23 +382,24 @@ void NAME(gg_valid)(const Input *in, uint8_t *out)
     run(NAME(valid_body), &job, (elements + PART - 1) / PART, elements, in->threads);
 }
 
-/* Add up what is kept of each slice, or give its mean, and count it. `total` is (outer, inner), of the decoded type;
-   `count` may be NULL. Returns how many slices keep nothing, or -1 for lack of memory. */
-EXPORT int64_t NAME(gg_sum)(const Input *given, int32_t mean, void *total, int64_t *count);
-int64_t NAME(gg_sum)(const Input *given, int32_t mean, void *total, int64_t *count)
+/* Add up what is kept of each slice (op ELEMENTS), its DIFFERENCES to `shift` or their SQUARES, divide that by the number
+   kept less `correction` unless that is negative, and count it. `total` and `shift` are (outer, inner), of the decoded type; `count` may be NULL. Integers
+   have ELEMENTS only. Returns how many slices keep nothing, or -1 for lack of memory. */
+EXPORT int64_t NAME(gg_sum)(const Input *given, int32_t op, const void *shift, double correction, void *total, int64_t *count);
+int64_t NAME(gg_sum)(const Input *given, int32_t op, const void *shift, double correction, void *total, int64_t *count)
 {
     Input in = *given;
     uint8_t *made = NULL;
-    if (!in.mask && in.dtype != F32 && in.dtype != F64) { /* only these have sums without a mask */
+    if (!in.mask && (op != ELEMENTS || (in.dtype != F32 && in.dtype != F64))) { /* only these need no mask */
         made = malloc(in.outer * in.reduced * in.inner + 1);
         if (!made)
             return -1;
         NAME(gg_valid)(&in, made);
         in.mask = made;
     }
-    int64_t empty = in.dtype == F64    ? NAME(sum_d)(&in, mean, total, count)
-                    : in.dtype >= I8 ? NAME(sum_u)(&in, mean, total, count)
-                                     : NAME(sum_f)(&in, mean, total, count);
+    int64_t empty = in.dtype == F64    ? NAME(sum_d)(&in, op, shift, correction, total, count)
+                    : in.dtype >= I8 ? NAME(sum_u)(&in, op, shift, correction, total, count)
+                                     : NAME(sum_f)(&in, op, shift, correction, total, count);
     free(made);
     return empty;
 }
@@ -393,8 +409,7 @@ int64_t NAME(gg_sum)(const Input *given, int32_t mean, void *total, int64_t *cou
 /* Call for the type that a dtype is computed with. */
 #define COMPUTE(name, ...) (in->dtype == F64 ? NAME(name##_d)(__VA_ARGS__) : NAME(name##_f)(__VA_ARGS__))
 
-/* The largest (op LARGEST) or smallest of what is kept, the sum of its DIFFERENCES to `own` or of their SQUARES, or how
-   many of it EQUAL `own`, for each slice. Returns how many results are those of an empty slice, or -1 for lack of memory. */
+/* The largest (op LARGEST) or smallest of what is kept of each slice, or how many of it EQUAL `own`. Returns how many results are those of an empty slice, or -1 for lack of memory. */
 EXPORT int64_t NAME(gg_fold)(const Input *in, int32_t op, const void *own, void *out);
 int64_t NAME(gg_fold)(const Input *in, int32_t op, const void *own, void *out)
 {
@@ -835,3 +850,25 @@ int64_t NAME(gg_mode)(const Input *in, int64_t *index, int64_t *count)
 }
 
 #include "words.h"
+
+/* The first kept element of each slice, 0 if there is none; in->mask is given. */
+EXPORT void NAME(gg_first)(const Input *in, void *out);
+void NAME(gg_first)(const Input *in, void *out)
+{
+    Input plain = *in;
+    plain.mask = NULL;
+    plain.value = NAN;
+    for (int64_t slice = 0; slice < in->outer * in->inner; slice++) {
+        int64_t offset = slice / in->inner * in->reduced * in->inner + slice % in->inner, row = 0;
+        double number = 0, zeros[4] = {0};
+        float small = 0;
+        while (row < in->reduced && !in->mask[offset + row * in->inner])
+            row++;
+        if (row < in->reduced)
+            NAME(decoders)[in->dtype](&plain, offset + row * in->inner, 1, zeros, 0, in->dtype == F64 ? (void *)&number : &small);
+        if (in->dtype == F64)
+            ((double *)out)[slice] = number;
+        else
+            ((float *)out)[slice] = small;
+    }
+}

@@ -5,6 +5,8 @@ typedef struct {
     Cut cut;
     W *totals; /* (outer, parts, inner) */
     int64_t *counts;
+    const A *shift; /* (outer, inner), or NULL */
+    int op;
 } A_NAME(Sums);
 
 static void A_NAME(sum_body)(void *argument, int64_t from, int64_t to)
@@ -13,20 +15,21 @@ static void A_NAME(sum_body)(void *argument, int64_t from, int64_t to)
     const Input *in = job->in;
     const NAME(Sum) add = NAME(adders)[in->dtype];
     if (in->inner == 1 && job->cut.parts == 1) {
-        add(in, 0, from * in->reduced, to - from, in->reduced, job->totals + from, job->counts + from);
+        add(in, job->op, AT(job->shift, from), from * in->reduced, to - from, in->reduced, job->totals + from,
+            job->counts + from);
         return;
     }
     for (int64_t unit = from; unit < to; unit++) {
         Piece p = piece_of(in, &job->cut, unit);
         int columns = in->inner > 1;
-        add(in, columns, p.offset, columns ? p.rows : 1, columns ? p.width : p.rows, job->totals + p.result,
-            job->counts + p.result);
+        add(in, job->op, AT(job->shift, p.slice), p.offset, columns ? p.rows : 1, columns ? p.width : p.rows,
+            job->totals + p.result, job->counts + p.result);
     }
 }
 
-static int64_t A_NAME(sum)(const Input *in, int32_t mean, A *total, int64_t *count)
+static int64_t A_NAME(sum)(const Input *in, int op, const A *shift, double correction, A *total, int64_t *count)
 {
-    A_NAME(Sums) job = {.in = in, .cut = cut_of(in)};
+    A_NAME(Sums) job = {.in = in, .cut = cut_of(in), .shift = shift, .op = op};
     W only_total;
     int64_t slices = in->outer * in->inner, parts = job.cut.parts, results = slices * parts, empty = 0, only_count;
     if (slices == 0)
@@ -43,7 +46,8 @@ static int64_t A_NAME(sum)(const Input *in, int32_t mean, A *total, int64_t *cou
                     sum += job.totals[first + part * in->inner];
                     number += job.counts[first + part * in->inner];
                 }
-                total[slice] = (A)(mean ? sum / (W)number : sum);
+                double divisor = (double)number - correction;
+                total[slice] = (A)(correction < 0 ? sum : sum / (W)(divisor > 0 ? divisor : 0));
                 if (count)
                     count[slice] = number;
                 empty += number == 0;

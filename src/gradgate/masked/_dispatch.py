@@ -219,6 +219,18 @@ def _exact_sum(x: Tensor, dims: Dims) -> Tensor:
     return x.sum(dims, keepdim=True, dtype=torch.float64 if x.device.type in ("cpu", "cuda") else None)
 
 
+def variance(slices: Slices, correction: float) -> Tensor | None:
+    """Give the variance of what is kept of each slice, as torch does for few; None where the kernels cannot tell.
+
+    NaN for nothing. Nothing is recorded.
+    """
+    x = slices.x
+    if correction < 0 or not _takes(slices) or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    group = group_of(x.shape, slices.dims)
+    return _kernels.squares(_layout(slices, group), group.reduced(slices.keepdim), correction)[0].to(x.dtype)
+
+
 class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group, keepdim: bool) -> Any:

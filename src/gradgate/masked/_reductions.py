@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradgate.masked._dispatch import HALVES, fill, squares, sums
+from gradgate.masked._dispatch import HALVES, fill, squares, sums, variance
 from gradgate.masked._order import amin
 from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, check_number, check_order, slices_of
 
@@ -245,8 +245,10 @@ def var(
     _check_correction(correction, slices.function)
     if slices.whole and slices.size > correction and slices.x.numel():
         return slices.x.var(slices.dims, correction=correction, keepdim=keepdim)
-    variance, undefined, number = _variance(slices, correction)
-    settled = torch.where(number > correction, variance, undefined)
+    if (found := variance(slices, correction)) is not None:
+        return slices.fill_empty(found, natural=math.nan)
+    spread, undefined, number = _variance(slices, correction)
+    settled = torch.where(number > correction, spread, undefined)
     return slices.fill_empty(settled.to(undefined.dtype), natural=math.nan, number=number)
 
 
@@ -293,9 +295,11 @@ def std(
     _check_correction(correction, slices.function)
     if slices.whole and slices.size > correction and slices.x.numel():
         return slices.x.std(slices.dims, correction=correction, keepdim=keepdim)
-    variance, undefined, number = _variance(slices, correction)
-    flat = variance == 0
-    root = torch.where(flat, 0.0, torch.where(flat, 1.0, variance).sqrt())
+    if (found := variance(slices, correction)) is not None:
+        return slices.fill_empty(found.sqrt_(), natural=math.nan)
+    spread, undefined, number = _variance(slices, correction)
+    flat = spread == 0
+    root = torch.where(flat, 0.0, torch.where(flat, 1.0, spread).sqrt())
     settled = torch.where(number > correction, root, undefined)
     return slices.fill_empty(settled.to(undefined.dtype), natural=math.nan, number=number)
 
