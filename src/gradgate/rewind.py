@@ -653,9 +653,8 @@ class _Outside:
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._options = [_copy_of(_options_of(part)) for part in parts]
-        self._writes = sum(
-            write_counts(_tensors_of(part).values()) for part in parts if isinstance(part, torch.nn.Module)
-        )
+        tensors = [_tensors_of(part).values() for part in parts if isinstance(part, torch.nn.Module)]
+        self._writes = write_counts(tensor for those in tensors for tensor in those if tensor is not None)
         self._random = random_state()
 
     def since(self, before: _Outside) -> tuple[str, _Outside | None]:

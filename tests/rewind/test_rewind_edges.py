@@ -81,6 +81,7 @@ class Remembering(nn.Module):
         self.register_buffer("queue", torch.zeros(0, 3))
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("cache", None)
+        self.register_buffer("never", None)
         self.register_buffer("one", torch.zeros(3))
         self.register_buffer("other", torch.ones(3))
         self.register_buffer("wide", torch.arange(3.0).expand(5, 3))
