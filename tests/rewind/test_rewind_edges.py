@@ -493,6 +493,24 @@ def test_a_loader_that_draws_from_python_or_numpy_for_each_batch_is_not_exact(dr
     assert [one.exact for one in done] == [False]
 
 
+def test_limit_a_single_draw_from_python_may_be_missed():
+    rewind, *_ = linear(every=2)
+    drawing = (step for step in range(9) if step != 3 or random.random() is not None)
+    done = [one for batch in rewind.batches(drawing) if (one := rewind.observe(NAN if batch == 4 else 1.0))]
+    assert [one.exact for one in done] == [True]
+
+
+def test_limit_gradients_that_are_never_zeroed_are_not_put_back():
+    rewind, model, optimizer = linear(every=2)
+    gradients = []
+    for number in rewind.batches(range(6)):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        rewind.observe(NAN if number == 5 else 1.0)
+        gradients.append(model.weight.grad.item())
+    assert gradients == [1, 2, 3, 4, 5, 6]  # the snapshot of step 4 had 4
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
