@@ -346,7 +346,7 @@ class TrainingState:
         self.patches = Patches()
         self.open = False
         self._complete = False
-        self._extra: list[torch.nn.Parameter] = []
+        self.adopted: list[torch.nn.Parameter] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._added: tuple[torch.Tensor, int] | None = None
         self.refresh()
@@ -355,7 +355,7 @@ class TrainingState:
         """Look again at what parameters and buffers there are; modules may have been moved or extended."""
         modules = dict.fromkeys(module for root in self._roots for module in root.modules())
         found = (parameter for module in modules for parameter in module.parameters(recurse=False))
-        parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self._extra, *guests]))
+        parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self.adopted, *guests]))
         tables = [table for module in modules if (table := buffers_of(module))]
         bound = [(table, name, buffer) for table in tables for name, buffer in table.items()]
         dense = [_without_repeats(b) for b in dict.fromkeys(buffer for *_, buffer in bound) if b is not None]
@@ -369,7 +369,7 @@ class TrainingState:
         known = set(self.parameters)
         strangers = [parameter for parameter in parameters if parameter not in known]
         self._lay_aside(strangers)  # first: what is not laid aside must not be dropped
-        self._extra += strangers
+        self.adopted += strangers
         self.parameters += strangers
         return strangers
 
@@ -502,6 +502,24 @@ class TrainingState:
             return []
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
         return [names.get(id(parameter), "a parameter") for parameter in chosen]
+
+
+def divide_gradients(parameters: Iterable[torch.Tensor], sums: torch.Tensor, ranks: int = 1) -> torch.Tensor:
+    """Divide gradients of a total by its count (`sums`, in double precision), and give the mean; 0 where it is 0 / 0.
+
+    `ranks` says over how many ranks the gradients have been averaged. Sharded ones (FSDP2) are divided shard by shard.
+    """
+    total, count = sums.unbind()
+    some = count != 0
+    safe = torch.where(some, count, 1)
+    factor = ranks / safe
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            # Half precisions are scaled by a float32 factor: 1 / 100,000 is not a float16.
+            dtype = local.dtype.to_real() if local.is_complex() else local.dtype
+            local.mul_(factor.to(local.device, torch.float32 if dtype.itemsize < 4 else dtype))
+    return torch.where(some, total / safe, 0).float()
 
 
 def _without_repeats(buffer: torch.Tensor) -> torch.Tensor:

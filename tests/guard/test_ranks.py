@@ -10,6 +10,7 @@ from tests.guard import (
     stories_replicas,
     stories_repros,
     stories_shards,
+    stories_totals,
 )
 from tests.guard.ranks import ended_well, lived
 
@@ -18,6 +19,7 @@ OF_TWO = [
     *stories_replicas.STORIES,
     *stories_models.STORIES,
     *stories_shards.STORIES,
+    *stories_totals.STORIES,
     *stories_evidence.STORIES,
     *stories_repros.STORIES,
     *stories_costs.STORIES,

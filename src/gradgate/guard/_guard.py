@@ -6,6 +6,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import torch
 from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import describe
-from gradgate._state import TrainingState, capture
+from gradgate._state import TrainingState, capture, divide_gradients
 from gradgate._torch_private import (
     add_tensors,
     anything_compiled,
@@ -32,8 +33,8 @@ from gradgate.guard._faults import check_function
 from gradgate.guard._incidents import IncidentRecorder, Wishes, hand_over, log, refuse_row, refuse_share, refused
 from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
-from gradgate.guard._result import GuardResult, Summary, Tally
-from gradgate.guard._trial import Catch, LossTrial, Outcome, OutputTrial, Scaler, Trial
+from gradgate.guard._result import GuardResult, Summary, Tally, mean_of
+from gradgate.guard._trial import Catch, LossFunction, LossTrial, Outcome, OutputTrial, Scaler, Trial
 from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
 from gradgate.guard.distributed._shared_step import SharedStep, even_batches
 from gradgate.ledger import Ledger
@@ -150,7 +151,7 @@ class Guard:
     def backward(
         self,
         batch: Any,
-        loss_fn: Callable[[Any], torch.Tensor],
+        loss_fn: LossFunction,
         ids: Ids | None = None,
         *,
         scaler: Scaler | None = None,
@@ -162,8 +163,9 @@ class Guard:
         Args:
             batch: Tensors, and lists, tuples, dicts, dataclasses and named tuples of them; lists of anything; objects
                 with `__getitem__`; whatever else with `Guard(select=...)`.
-            loss_fn: Runs the model on a batch and gives the mean loss, or one loss for each sample, of which the mean
-                is taken. It may be called several times with parts of the batch.
+            loss_fn: Runs the model on a batch and gives the mean loss; or one loss for each sample, of which the mean
+                is taken; or `(total, count)`, the sum of the loss and how much it is a sum of (tokens, pixels), see
+                `finish`. It may be called several times with parts of the batch.
             ids: The ids of the samples, one for each row, where the guard cannot find them by itself.
             scaler: A `torch.amp.GradScaler`: gradients are scaled, and an overflow that is gone without scaling is
                 left for it to see.
@@ -204,6 +206,46 @@ class Guard:
         except BaseException:  # perhaps a second interrupt, in the clean-up after the first
             self._state.give_back()
             raise
+
+    def finish(self) -> torch.Tensor:
+        """Divide the gradients by the count of all that was kept since the last call; then the optimizer may step.
+
+        Only where the loss function gives `(total, count)`: the gradients of totals are added over micro-batches and
+        ranks, and the mean over all of them is exact, however unequal their counts are. Every rank calls it, once
+        before each `optimizer.step()`. The guard cannot know when the optimizer steps, so a call that is forgotten is
+        not noticed: the optimizer gets the gradient of the sum.
+
+        Returns:
+            The mean loss over everything kept since the last call, on all ranks; 0 if the count is 0.
+
+        Raises:
+            ArgumentValueError: There was no step since the last call, or one whose loss function gave a mean.
+
+        Examples:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> guard = gg.Guard(model)
+            >>> for size in (4, 2):
+            ...     x = torch.ones(size, 3)
+            ...     x[0] = float("nan")
+            ...     result = guard.backward(x, lambda x: (model(x).sum(), len(x)))
+            >>> mean = guard.finish()  # over 3 samples and 1; then optimizer.step()
+            >>> model.weight.grad
+            tensor([[1., 1., 1.]])
+        """
+        tally = self._tally
+        if tally.has_means or tally.window is None:
+            given = "a mean loss" if tally.has_means else "nothing: there was no step"
+            raise ArgumentValueError(
+                f"Guard.finish(): since the last call, `loss_fn` gave {given}.",
+                why="it divides the gradients of totals by their counts, and there are none.",
+                fix="guard.backward(batch, lambda batch: (losses.sum(), len(losses)))   # a total and its count",
+            )
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        sums = tally.window
+        if not isinstance(self._agreement, SingleProcess):
+            self._agreement.add(sums := sums.to(self._agreement.device, copy=True))
+        self._tally = replace(tally, window=None)
+        return divide_gradients(dict.fromkeys([*parameters, *self._state.adopted]), sums)
 
     def forward(
         self, batch: Any, fn: Callable[[Any], Any], fill_value: float = float("nan"), *, ids: Ids | None = None
@@ -339,11 +381,16 @@ class Guard:
         """Give the result of `backward`, and what is counted after it."""
         if first or recovered is not None:
             self._outsiders.warn(stacklevel=4)
+        loss, sums = outcome.value, outcome.sums
+        if sums is not None:
+            loss = mean_of(sums, loss)
         if recovered is None:
-            result = GuardResult(outcome.value, outcome.per_sample, range(size))
-            return result, self._tally.after_step(size, bad=False), self.global_step + 1
+            result = GuardResult(loss, outcome.per_sample, range(size))
+            return result, self._tally.after_step(size, bad=False, sums=sums), self.global_step + 1
+        if loss is None and not self._tally.has_means:  # nothing is kept, of means or of totals
+            sums = torch.zeros(2, dtype=torch.float64, device=self._state.parameters[0].device)
         result = GuardResult(
-            loss=torch.tensor(float("nan")) if outcome.value is None else outcome.value,
+            loss=torch.tensor(float("nan")) if loss is None else loss,
             losses=outcome.per_sample,
             kept=recovered.kept,
             dropped=tuple(incident for incident in incidents if not incident.transient),
@@ -351,7 +398,7 @@ class Guard:
             reason="; ".join(recovered.reasons),
             transient=tuple(incident for incident in incidents if incident.transient),
         )
-        tally = self._tally.after_step(size, bad=bool(recovered.dropped), incidents=incidents)
+        tally = self._tally.after_step(size, bad=bool(recovered.dropped), incidents=incidents, sums=sums)
         return result, tally, self.global_step + 1
 
     def _output(
@@ -467,9 +514,9 @@ class Guard:
         model = self._modules[0] if len(self._modules) == 1 else torch.nn.ModuleList(self._modules)
         return capture(model, limit=wishes.snapshot)
 
-    def _look_around(self, loss: torch.Tensor) -> None:
+    def _look_around(self, outcome: Outcome) -> None:
         """Take in, at the first step, parameters that are trained although no guarded module owns them."""
-        self._outsiders.trained(self._state.adopt(_trained(loss)))
+        self._outsiders.trained(self._state.adopt(_trained(outcome.value)))
         self._first = False
 
     def _refuse_nesting(self) -> None:

@@ -218,6 +218,14 @@ def _many(count: int, noun: str) -> str:
 # --- Counts of a run ------------------------------------------------------------------------------------------------
 
 
+_OF_WINDOW = {"window", "has_means"}
+
+
+def mean_of(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Give the mean of a total and its count; 0 where the count is 0."""
+    return torch.where(sums[1] == 0, 0, sums[0] / sums[1]).to(like.dtype)
+
+
 @dataclass(slots=True)
 class Tally:
     """The counts of a run.
@@ -230,6 +238,8 @@ class Tally:
         dropped: Samples dropped.
         transient: Faults that did not come again.
         causes: Samples dropped, by cause.
+        window: The sum of the losses and of their counts since the last `finish`, where these are given.
+        has_means: Whether a step gave a mean, in this window or since the last one.
     """
 
     steps: int = 0
@@ -239,11 +249,17 @@ class Tally:
     dropped: int = 0
     transient: int = 0
     causes: dict[str, int] = field(default_factory=dict)
+    window: torch.Tensor | None = None
+    has_means: bool = False
 
-    def after_step(self, size: int, *, bad: bool, incidents: Sequence[Incident] = ()) -> Tally:
+    def after_step(
+        self, size: int, *, bad: bool, incidents: Sequence[Incident] = (), sums: torch.Tensor | None = None
+    ) -> Tally:
         """Give the counts after a step; these stay as they are, so that a step is counted in one assignment."""
         return replace(
             self.after_incidents(incidents),
+            window=self.window if sums is None else sums if self.window is None else self.window + sums,
+            has_means=sums is None or (self.has_means and self.window is not None),
             steps=self.steps + 1,
             samples=self.samples + size,
             bad_steps=self.bad_steps + bad,
@@ -275,8 +291,8 @@ class Tally:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the counts as plain values."""
-        return asdict(self)
+        """Give the counts as plain values; a window that is open ends with its gradients, which no checkpoint has."""
+        return {name: value for name, value in asdict(self).items() if name not in _OF_WINDOW}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Tally:
@@ -288,7 +304,7 @@ class Tally:
         Raises:
             ArgumentValueError: It is something else.
         """
-        expected = {entry.name for entry in fields(cls)}
+        expected = {entry.name for entry in fields(cls)} - _OF_WINDOW
         if set(state) != expected:
             raise ArgumentValueError(
                 f"Guard.load_state_dict(): the entries are {sorted(map(str, state))}.",

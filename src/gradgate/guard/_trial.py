@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from gradgate.records import Stage
 __all__ = ["Catch", "LossTrial", "Outcome", "OutputTrial", "Scaler", "Trial"]
 
 Catch = tuple[type[BaseException], ...]
+LossFunction = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
 
 
 class Scaler(Protocol):
@@ -39,6 +41,7 @@ class Outcome:
     Attributes:
         fault: What went wrong, or None.
         value: What is walked back from (the loss), or what is given to the user (the output).
+        count: How much the loss is a sum of, where the loss function gives a total and a count; in double precision.
         per_sample: One value for each sample, where there is one: the losses.
         bad_rows: The rows that are not finite, where the result is per sample.
     """
@@ -47,6 +50,18 @@ class Outcome:
     value: Any = None
     per_sample: torch.Tensor | None = None
     bad_rows: frozenset[int] | None = None
+    count: torch.Tensor | None = None
+
+    @property
+    def judged(self) -> torch.Tensor:
+        """What must be finite of a loss: its value, and its count where it has one."""
+        value: torch.Tensor = self.value
+        return value if self.count is None else value.detach() + self.count
+
+    @property
+    def sums(self) -> torch.Tensor | None:
+        """The total and the count of a loss that is given so."""
+        return None if self.count is None else torch.stack([self.value.detach().double(), self.count])
 
 
 class Trial(Protocol):
@@ -108,7 +123,7 @@ class LossTrial(_Catching):
 
     def __init__(
         self,
-        function: Callable[[Any], torch.Tensor],
+        function: LossFunction,
         state: TrainingState,
         check: FiniteCheck,
         catch: Catch,
@@ -120,13 +135,13 @@ class LossTrial(_Catching):
         self.scaler = scaler
         self._state = state
         self._check = check
-        self.before_backward: Callable[[torch.Tensor], None] | None = None
+        self.before_backward: Callable[[Outcome], None] | None = None
         self.first = False
 
     def forward(self, batch: Any, size: int) -> Outcome:
         """Run the loss function and look at the loss."""
         outcome = self._call(batch, size)
-        if outcome.fault is None and not math.isfinite(number := float(outcome.value.item())):
+        if outcome.fault is None and not math.isfinite(number := float(outcome.judged.item())):
             self._blame_loss(outcome, number, size)
         return outcome
 
@@ -137,10 +152,10 @@ class LossTrial(_Catching):
             return outcome
         loss = outcome.value
         # On the CPU a look costs nothing and may save the way back; elsewhere it would make the host wait twice.
-        if loss.is_cpu and not math.isfinite(number := loss.item()):
+        if loss.is_cpu and not math.isfinite(number := outcome.judged.item()):
             return self._blame_loss(outcome, number, size)
         if self.before_backward is not None:
-            self.before_backward(loss)
+            self.before_backward(outcome)
         try:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         except self.catch as error:
@@ -148,9 +163,9 @@ class LossTrial(_Catching):
                 raise
             outcome.fault = self._fault(error, "backward")
             return outcome
-        outcome.value = loss = loss.detach()
-        if self._check.has_nonfinite(self._state.gradients(), None if loss.is_cpu else loss):
-            number = float(loss.item())
+        outcome.value = loss.detach()
+        if self._check.has_nonfinite(self._state.gradients(), None if loss.is_cpu else outcome.judged):
+            number = float(outcome.judged.item())
             if not math.isfinite(number):
                 return self._blame_loss(outcome, number, size)
             outcome.fault = StepFault("non-finite gradient", "backward", loss=number)
@@ -158,7 +173,7 @@ class LossTrial(_Catching):
 
     def _call(self, batch: Any, size: int) -> Outcome:
         try:
-            value = self.function(batch)
+            value: Any = self.function(batch)
         except self.catch as error:
             if must_pass(error):
                 raise
@@ -167,11 +182,14 @@ class LossTrial(_Catching):
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
         if (self.first or not isinstance(value, torch.Tensor)) and self._state.has_own_gradients():
             refuse_own_backward()
+        count = None
+        if type(value) is tuple and len(value) == 2 and isinstance(value[0], torch.Tensor):
+            value, count = value[0], _counted(*value)
         if not isinstance(value, torch.Tensor):
             raise ArgumentTypeError(
                 f"Guard.backward(): `loss_fn` returned {describe(value)}.",
-                why="it gives the mean loss of the batch, or one loss for each sample, as a tensor.",
-                fix="return loss   # the tensor: no loss.item(), no tuple",
+                why="it gives the mean loss of the batch, one loss for each sample, or a total and its count.",
+                fix="return loss   # the tensor, no loss.item(); or return losses.sum(), len(losses)",
             )
         if value.is_complex():
             raise ArgumentTypeError(
@@ -180,7 +198,7 @@ class LossTrial(_Catching):
                 fix="return loss.abs()   # or loss.real",
             )
         if value.dim() == 0:
-            return Outcome(None, value)
+            return Outcome(None, value, count=count)
         if value.dim() == 1 and value.shape[0] == size:
             return Outcome(None, value.mean(), value.detach())
         if value.numel() == 1:
@@ -196,6 +214,18 @@ class LossTrial(_Catching):
         if outcome.per_sample is not None:
             outcome.bad_rows = non_finite_rows([outcome.per_sample], size, 0)
         return outcome
+
+
+def _counted(total: torch.Tensor, count: Any) -> torch.Tensor:
+    """Give the count of a total in double precision; a tensor is not read by the host."""
+    numbers = count.numel() if isinstance(count, torch.Tensor) else int(isinstance(count, Real))
+    if total.dim() or numbers != 1:
+        raise ArgumentTypeError(
+            f"Guard.backward(): `loss_fn` returned a tuple of {describe(total)} and {describe(count)}.",
+            why="two values are the sum of the loss and how much it is a sum of (samples, tokens), one number each.",
+            fix="return losses.sum(), len(losses)   # then guard.finish() before optimizer.step()",
+        )
+    return torch.as_tensor(count, dtype=torch.float64, device=total.device).detach().reshape(())
 
 
 class OutputTrial(_Catching):

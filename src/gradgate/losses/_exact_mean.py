@@ -10,6 +10,7 @@ from torch import distributed
 
 from gradgate._checks import check_tensor
 from gradgate._names import describe
+from gradgate._state import divide_gradients
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 
@@ -107,17 +108,8 @@ class ExactMean:
             ranks = distributed.get_world_size(self._group)
             if ranks > 1:
                 distributed.all_reduce(totals, group=self._group)
-        total, count = totals.unbind()
-        some = count != 0
-        safe = torch.where(some, count, 1)
         # DDP and FSDP have already divided by the number of ranks; a bare model has not been reduced at all.
-        factor = (ranks if self._is_averaged() else 1) / safe
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        for gradient in gradients:
-            # A sharded gradient (FSDP) is scaled shard by shard.
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            local.mul_(factor.to(device=local.device, dtype=_real(local.dtype)))
-        return torch.where(some, total / safe, 0).float()
+        return divide_gradients(self.model.parameters(), totals, ranks if self._is_averaged() else 1)
 
     def _is_averaged(self) -> bool:
         if isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
@@ -140,8 +132,3 @@ def _counted(count: Any, device: torch.device) -> torch.Tensor:
             fix="exact.backward(loss_sum, count.sum())",
         )
     return counted
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    # Half precisions are scaled by a float32 factor: 1 / 100,000 is not a float16.
-    return dtype.to_real() if dtype.is_complex else torch.float32 if dtype.itemsize < 4 else dtype

@@ -26,6 +26,7 @@ class Agreement(Protocol):
     """Asked by the guard; every process of a training asks the same questions in the same order."""
 
     has_whole_weights: bool
+    device: torch.device
 
     @property
     def rank(self) -> int:
@@ -41,7 +42,7 @@ class Agreement(Protocol):
     def meet(self, size: int, terms: Any) -> None:
         """Make sure, once, that all have the same model and the same terms."""
 
-    def before_backward(self, size: int, state: TrainingState) -> None:
+    def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
         """Hear that backward comes next: what is ready may be sent while it runs."""
 
     def check(self, usual: FiniteCheck) -> FiniteCheck:
@@ -55,6 +56,9 @@ class Agreement(Protocol):
 
     def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
         """Write the gradients that all have agreed on."""
+
+    def add(self, numbers: torch.Tensor, *, in_haste: bool = False) -> None:
+        """Add numbers over all processes, in place."""
 
     def gather(self, value: Any) -> list[Any]:
         """Give what every process has, to every process."""

@@ -31,7 +31,9 @@ class Share:
         more: Whether it has another batch.
         stale: Whether the gradients that it has sent are not those that count.
         earlier: Whether it has gradients of earlier steps.
-        loss: Its mean loss over what takes part.
+        by_total: Whether it gives the total of a loss, not its mean.
+        loss: Its mean loss over what takes part, or its total.
+        count: How much that is a sum of.
     """
 
     size: int = 0
@@ -43,7 +45,17 @@ class Share:
     more: bool = False
     stale: bool = False
     earlier: bool = False
+    by_total: bool = False
     loss: torch.Tensor | None = None
+    count: torch.Tensor | None = None
+
+    def weight(self, kept: int, times: int = 1) -> float:
+        """Give what its gradients are multiplied with: its share in all samples kept, or 1 for totals, some times."""
+        return times * float(self.kept > 0) if self.by_total else self.kept * times / kept
+
+    @property
+    def _multiple(self) -> int:
+        return 1 if self.by_total else self.kept
 
     def write(self, numbers: torch.Tensor, present: Sequence[bool]) -> None:
         """Write the share as numbers.
@@ -52,13 +64,16 @@ class Share:
             numbers: Where to: `WIDTH` of them, and as many as `present` has.
             present: Whether this rank has a gradient for each parameter.
         """
-        flags = (self.size > 0, self.whole, self.failed, self.told, self.more, self.stale, self.earlier)
+        flags = (self.size > 0, self.whole, self.failed, self.told, self.more, self.stale, self.earlier, self.by_total)
         absent = [] if all(present) else [place for place, there in enumerate(present) if not there]
-        loss = 0.0 if self.loss is None or not self.loss.is_cpu else float(self.loss.item()) * self.kept
-        counts = [self.size, self.kept, self.bad, *flags, len(absent), loss, *[1.0] * len(present)]
+        loss = 0.0 if self.loss is None or not self.loss.is_cpu else float(self.loss.item()) * self._multiple
+        count = 0.0 if self.count is None or not self.count.is_cpu else float(self.count.item())
+        counts = [self.size, self.kept, self.bad, *flags, len(absent), count, loss, *[1.0] * len(present)]
         numbers.copy_(torch.tensor(counts, dtype=numbers.dtype), non_blocking=True)
         if self.loss is not None and not self.loss.is_cpu:  # not read by the host
-            numbers[WIDTH - 1].copy_(self.loss.detach() * self.kept)
+            numbers[WIDTH - 1].copy_(self.loss.detach() * self._multiple)
+        if self.count is not None and not self.count.is_cpu:
+            numbers[WIDTH - 2].copy_(self.count)
         for place in absent:
             numbers[WIDTH + place] = 0.0
 
@@ -79,6 +94,8 @@ class RankTotals:
         stale: Ranks that sent what does not count.
         earlier: Ranks with gradients of earlier steps.
         absent: Gradients that a rank does not have.
+        by_total: Ranks that give totals.
+        count: How much these are sums of.
         loss: The sum of the losses of what takes part.
         present: Which parameters have a gradient anywhere; None for all.
     """
@@ -93,20 +110,38 @@ class RankTotals:
     more: int
     stale: int
     earlier: int
+    by_total: int
     absent: int
+    count: float
     loss: float
     present: tuple[bool, ...] | None
 
     @classmethod
     def read(cls, numbers: torch.Tensor) -> RankTotals:
         """Read the numbers of all ranks."""
-        *counts, loss = numbers[:WIDTH].tolist()
-        size, kept, bad, busy, whole, failed, told, more, stale, earlier, absent = map(int, counts)
+        *counts, absent, count, loss = numbers[:WIDTH].tolist()
         present = tuple((numbers[WIDTH:] > 0).tolist()) if absent else None
-        return cls(size, kept, bad, busy, whole, failed, told, more, stale, earlier, absent, loss, present)
+        size, kept, bad, busy, whole, failed, told, more, stale, earlier, by_total = map(int, counts)
+        return cls(
+            size,
+            kept,
+            bad,
+            busy,
+            whole,
+            failed,
+            told,
+            more,
+            stale,
+            earlier,
+            by_total,
+            int(absent),
+            count,
+            loss,
+            present,
+        )
 
 
-WIDTH = 12
+WIDTH = 14
 """How many numbers a share is, besides one for each parameter."""
 
 

@@ -322,7 +322,7 @@ class Replicas(Ranks):
 
     Gradients are means over each rank's samples. Rank r weighs n_r / N, its share of all samples that take part. N is
     known only when all have spoken, so the sums are made with the N of the last step and corrected afterwards; while
-    all steps are alike, the two are the same.
+    all steps are alike, the two are the same. Totals of a loss are just added.
 
     Args:
         replicas: The models in DistributedDataParallel, all with the same process group.
@@ -385,11 +385,12 @@ class Replicas(Ranks):
         self.agreed(terms, "arguments")
         self._expected = max(sum(self.gather(size)), 1)
 
-    def before_backward(self, size: int, state: TrainingState) -> None:
+    def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
         """Send what is ready while backward runs."""
         if self._reduces:
             self._sent = True
-            self._buckets.listen(size / self._expected, state.earlier(), 1 / self.world_size)
+            weight = Share(kept=size, by_total=by_total).weight(self._expected)
+            self._buckets.listen(weight, state.earlier(), 1 / self.world_size)
 
     def check(self, usual: FiniteCheck) -> FiniteCheck:
         """Look for NaN and Inf where gradients are copied for sending anyway."""
@@ -419,7 +420,7 @@ class Replicas(Ranks):
             self._expected = totals.kept or self._expected
             return totals
         buckets, earlier = self._buckets, state.earlier()
-        weight = share.kept / self._expected
+        weight = share.weight(self._expected)
         if self._sent:
             buckets.stop(weight)
         else:
@@ -429,10 +430,11 @@ class Replicas(Ranks):
         with self.talking():
             buckets.finish(empty=share.failed, limit=FAREWELL if in_haste else None)
             totals = RankTotals.read(buckets.numbers)
-            self._factor = self._expected / max(totals.kept, 1)
+            expected = totals.kept if totals.by_total else self._expected
+            self._factor = expected / max(totals.kept, 1)
             if totals.kept and not totals.failed:
-                if totals.stale or (totals.earlier and totals.kept != self._expected):
-                    buckets.begin(share.kept / totals.kept, earlier, 1 / self.world_size)
+                if totals.stale or (totals.earlier and totals.kept != expected):
+                    buckets.begin(share.weight(totals.kept), earlier, 1 / self.world_size)
                     buckets.finish()
                     self._factor = 1.0
                 self._expected = totals.kept
@@ -450,7 +452,7 @@ class Replicas(Ranks):
             self._buckets.collect(self._factor, totals.present)
             state.add_earlier_gradients(without=self._buckets.parameters)
         else:
-            scale_and_add(self._trained(), share.kept * self.world_size / totals.kept, state)
+            scale_and_add(self._trained(), share.weight(totals.kept, self.world_size), state)
 
     def _choose_buckets(self) -> None:
         """Make buffers for what is trained now; freezing something makes others."""

@@ -61,7 +61,7 @@ class Shards(Ranks):
             self.agreed(terms, "arguments")
             self._met = True
 
-    def before_backward(self, size: int, state: TrainingState) -> None:
+    def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
         """Send nothing while backward runs: how much each rank weighs is not known yet."""
 
     def check(self, usual: FiniteCheck) -> FiniteCheck:
@@ -100,7 +100,7 @@ class Shards(Ranks):
             if parameter.grad is None and (totals.present is None or totals.present[place]):
                 parameter.grad = torch.zeros_like(parameter)
         # FSDP divides by the number of ranks.
-        scale_and_add(trained, share.kept * self.world_size / totals.kept, state)
+        scale_and_add(trained, share.weight(totals.kept, self.world_size), state)
         with self.talking():
             reduce_shards(self._roots)
 

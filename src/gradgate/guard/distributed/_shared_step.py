@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from gradgate.guard._faults import StepFault, advice, check_function
 from gradgate.guard._incidents import IncidentRecorder, Wishes, hand_over, log, refuse_row, refuse_share, refused
 from gradgate.guard._recovery import Dropped, Recovered, raise_as_it_is
 from gradgate.guard._result import GuardResult
-from gradgate.guard._trial import LossTrial, Outcome, Scaler
+from gradgate.guard._trial import LossFunction, LossTrial, Outcome, Scaler
 from gradgate.guard.distributed._process_groups import Agreement
 from gradgate.guard.distributed._ranks import RankTotals, Share
 from gradgate.records import Incident
@@ -42,7 +42,7 @@ class SharedStep:
         self._agreement = agreement
         self._batch = batch
         self._ids = ids
-        self._function: Callable[[Any], torch.Tensor]
+        self._function: LossFunction
         self._size = 0
         self._outcome = Outcome()
         self._recovered: Recovered | None = None
@@ -50,7 +50,7 @@ class SharedStep:
         self._snapshot: bytes | None = None
         self._incidents: tuple[Incident, ...] = ()
 
-    def run(self, loss_fn: Callable[[Any], torch.Tensor], scaler: Scaler | None) -> GuardResult:
+    def run(self, loss_fn: LossFunction, scaler: Scaler | None) -> GuardResult:
         """Make the step.
 
         Args:
@@ -98,7 +98,7 @@ class SharedStep:
             first = self._agreement.gather((guard.run, Wishes.of(guard._sinks, guard.payload)))[0]
             guard.run, guard._wishes = first
 
-    def _alone(self, loss_fn: Callable[[Any], torch.Tensor], scaler: Scaler | None) -> BaseException | None:
+    def _alone(self, loss_fn: LossFunction, scaler: Scaler | None) -> BaseException | None:
         """Make the step of this rank's samples, and give what was raised and no sample is blamed for."""
         guard, state = self._guard, self._guard._state
         if not self._size:
@@ -124,10 +124,10 @@ class SharedStep:
             return raised
         return None
 
-    def _before_backward(self, loss: torch.Tensor) -> None:
+    def _before_backward(self, outcome: Outcome) -> None:
         if self._guard._first:
-            self._guard._look_around(loss)
-        self._agreement.before_backward(self._size, self._guard._state)
+            self._guard._look_around(outcome)
+        self._agreement.before_backward(self._size, self._guard._state, by_total=outcome.count is not None)
 
     def _search(self, trial: LossTrial, fault: StepFault, writes: int) -> None:
         guard = self._guard
@@ -157,7 +157,9 @@ class SharedStep:
             failed=error is not None,
             told=found is not None and bool(self._incidents or found.reasons),
             more=guard._more,
+            by_total=self._outcome.count is not None,
             loss=self._outcome.value if kept else None,
+            count=self._outcome.count,
         )
         try:
             totals = self._agreement.exchange(share, guard._state, in_haste=not isinstance(error, Exception | None))
@@ -178,7 +180,10 @@ class SharedStep:
             self._agreement.settle(share, totals, guard._state)
         else:
             guard._state.give_back()
-        tally = guard._tally.after_step(totals.size, bad=totals.bad > 0, incidents=everything)
+        sums = self._outcome.sums
+        if sums is None and (totals.by_total or not (totals.kept or guard._tally.has_means)):  # nothing from here
+            sums = torch.zeros(2, dtype=torch.float64, device=self._agreement.device)
+        tally = guard._tally.after_step(totals.size, bad=totals.bad > 0, incidents=everything, sums=sums)
         guard._tally, guard.global_step = tally, guard.global_step + 1
         return self._result(kept, totals, [reason for pack in packs for reason in pack[1]])
 
@@ -251,7 +256,8 @@ class SharedStep:
     def _result(self, kept: list[int], totals: RankTotals, reasons: list[str]) -> GuardResult:
         value = self._outcome.value
         like = torch.empty((), dtype=torch.float32) if value is None else value
-        mean = totals.loss / totals.kept if totals.kept else float("nan")
+        count = totals.count if totals.by_total else totals.kept
+        mean = totals.loss / count if count else 0.0 if totals.kept else float("nan")
         return GuardResult(
             loss=torch.full_like(like, mean),
             losses=self._outcome.per_sample if kept else None,
