@@ -105,7 +105,7 @@ def _classes(loss_fn: LossFunction) -> list[type]:
 # --- One trial ------------------------------------------------------------------------------------------------------
 
 
-LossFunction = Callable[[Any], torch.Tensor]
+LossFunction = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,15 +164,21 @@ def find_fault(
         return _attempt(twice(make_sample(), batch_dim), loss_fn, names), 2
 
 
+def _loss(loss_fn: LossFunction, sample: Any) -> Any:
+    """Give the loss of a sample; of a total and its count, what is finite only if both are."""
+    loss: Any = loss_fn(sample)
+    return loss[0] + 0 * loss[1] if type(loss) is tuple and len(loss) == 2 else loss
+
+
 def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault | None:
     try:
-        loss = loss_fn(sample)
+        loss = _loss(loss_fn, sample)
     except Exception as error:  # noqa: BLE001 - it is the user's function that is on trial
         return _raised(error, "forward")
     if not isinstance(loss, torch.Tensor):
         raise ArgumentTypeError(
             f"replay(): `loss_fn` returned {describe(loss)}.",
-            why="it is the function that the guard was given: loss_fn(batch) -> a mean loss, or one per sample.",
+            why="it is the function that the guard was given: a mean loss, one per sample, or a total and its count.",
             fix="def loss_fn(batch): ...; return loss",
         )
     if not bool(torch.isfinite(loss).all()):
@@ -431,7 +437,7 @@ def examine(
     if rows > 1:
         sample = twice(sample, batch_dim)
     with restored(state, model):
-        return diagnose(lambda: loss_fn(sample).mean(), model=model)
+        return diagnose(lambda: _loss(loss_fn, sample).mean(), model=model)
 
 
 # --- A test that remembers it ---------------------------------------------------------------------------------------

@@ -146,3 +146,22 @@ def test_a_saved_guard_has_no_open_window():
     guard.backward(torch.ones(4, 3), lambda x: (model(x).sum(), len(x)))
     assert not any(isinstance(value, torch.Tensor) for value in guard.state_dict().values())
     assert copy.deepcopy(guard).summary() == guard.summary()
+
+
+def test_limit_a_forgotten_finish_leaves_the_gradient_of_the_sum():
+    model = nn.Linear(3, 1)
+    gg.Guard(model).backward(torch.ones(4, 3), lambda x: (model(x).sum(), len(x)))
+    assert model.bias.grad == 4
+
+
+def test_a_sample_of_a_total_is_replayed(tmp_path):
+    model = nn.Linear(3, 1)
+    ledger = gg.Ledger(tmp_path / "run.ledger", payload=True)
+    x = torch.ones(4, 3)
+    x[2] = float("nan")
+
+    def total(x):
+        return model(x).sum(), len(x)
+
+    result = gg.Guard(model, ledger=ledger, payload=True).backward(x, total)
+    assert gg.replay(ledger, result.dropped[0].id, total).verdict == "same"
