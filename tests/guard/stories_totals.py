@@ -70,4 +70,12 @@ def totals_after_means(rank):
     check_union(model, torch.cat(batches))
 
 
-STORIES = [totals_of_replicas, totals_of_shards, totals_after_means]
+def the_first_rank_logs_for_all(rank):
+    model, logged = replica(), {}
+    guard = gg.Guard(model, log=lambda tag, value, step: logged.update({(step, tag): value}))
+    guard.backward(marked(data([4, 3]), rank_1={0: NAN})[rank], total_of(model))
+    found = {"kept": 6, "dropped": 1, "dropped_total": 1, "bad_steps": 1}
+    assert logged == ({} if rank else {(0, f"gradgate/{name}"): value for name, value in found.items()})
+
+
+STORIES = [totals_of_replicas, totals_of_shards, totals_after_means, the_first_rank_logs_for_all]

@@ -95,3 +95,33 @@ def test_the_search_with_the_whole_function_keeps_its_bound(size, bad):
     assert sorted(i.row for i in result.dropped) == sorted(marked.tolist())
     assert len(calls) <= 2 * bad * (math.log2(size / bad) + 2) + 12
     assert sum(calls) <= 4 * size + 2 * bad * size  # most probes are small
+
+
+def test_counters_are_logged_in_every_step():
+    model, logged = nn.Linear(3, 1), []
+    guard = gg.Guard(model, log=lambda tag, value, step: logged.append((step, tag.removeprefix("gradgate/"), value)))
+    x = torch.ones(4, 3)
+    for bad in ([], [2], [0, 1]):
+        guard.backward(x.index_fill(0, torch.tensor(bad, dtype=torch.int64), float("nan")), lambda x: model(x).mean())
+    assert logged == [
+        *[(0, "kept", 4), (0, "dropped", 0), (0, "dropped_total", 0)],
+        *[(1, "kept", 3), (1, "dropped", 1), (1, "dropped_total", 1), (1, "bad_steps", 1)],
+        *[(2, "kept", 2), (2, "dropped", 2), (2, "dropped_total", 3), (2, "bad_steps", 2)],
+    ]
+
+
+def test_a_logger_that_raises_leaves_everything_as_before_the_step():
+    def log(tag, value, step):
+        raise OSError("the network is gone")
+
+    model = nn.Linear(3, 1)
+    guard = gg.Guard(model, log=log)
+    with pytest.raises(OSError, match="the network is gone"):
+        guard.backward(torch.ones(4, 3), lambda x: model(x).mean())
+    assert model.weight.grad is None
+    assert guard.summary().steps == guard.global_step == 0
+
+
+def test_a_logger_that_is_none():
+    with pytest.raises(gg.GradgateError, match=r"`log` is (?s:.*)log=writer.add_scalar"):
+        gg.Guard(nn.Linear(3, 1), log="tensorboard")

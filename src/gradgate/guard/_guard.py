@@ -41,6 +41,7 @@ from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
 
 Made = TypeVar("Made")
+Log = Callable[[str, float, int], object]
 
 
 class Guard:
@@ -72,6 +73,9 @@ class Guard:
             `gg.resilient(loader)` need none: the guard finds their ids by itself.
         payload: Give the bad samples themselves to the ledger or sink, too.
         sink: Takes the incidents, besides or instead of a ledger.
+        log: `log(tag, value, step)` takes the counters of each step: `gradgate/kept`, `gradgate/dropped`,
+            `gradgate/dropped_total`, and after a step with bad samples `gradgate/bad_steps`. Of several ranks, the
+            first logs for all.
         min_kept: With fewer good samples left, no step is made: gradients stay as they are and `result.kept` is empty.
             2 suits BatchNorm, which cannot work with one sample.
         run: The name of the run in incidents.
@@ -107,6 +111,7 @@ class Guard:
         ids: ReadIds | None = None,
         payload: bool = False,
         sink: Sink | None = None,
+        log: Log | None = None,
         min_kept: int = 1,
         run: str | None = None,
     ) -> None:
@@ -115,6 +120,7 @@ class Guard:
         check_numbers(max_bad=max_bad, patience=patience, min_kept=min_kept)
         check_layout(batch_dim, shared)
         check_sink(sink)
+        check_log(log)
         given = checked_modules(model)
         self._modules = list(map(unwrapped, given))
         self._catch = checked_catch(catch)
@@ -139,6 +145,7 @@ class Guard:
         self.run = run or (ledger.run if ledger is not None else uuid.uuid4().hex[:12])
         self._reader = BatchReader(batch_dim, select, count, shared)
         self._read_ids = ids
+        self._log = log
         announce(self, self._sinks if self._closed is None else [*self._sinks, self._closed])
         self._check = FiniteCheck()
         self._tally = Tally()
@@ -386,7 +393,9 @@ class Guard:
             loss = mean_of(sums, loss)
         if recovered is None:
             result = GuardResult(loss, outcome.per_sample, range(size))
-            return result, self._tally.after_step(size, bad=False, sums=sums), self.global_step + 1
+            tally = self._tally.after_step(size, bad=False, sums=sums)
+            self._log_counts(size, tally)
+            return result, tally, self.global_step + 1
         if loss is None and not self._tally.has_means:  # nothing is kept, of means or of totals
             sums = torch.zeros(2, dtype=torch.float64, device=self._state.parameters[0].device)
         result = GuardResult(
@@ -399,7 +408,19 @@ class Guard:
             transient=tuple(incident for incident in incidents if incident.transient),
         )
         tally = self._tally.after_step(size, bad=bool(recovered.dropped), incidents=incidents, sums=sums)
+        self._log_counts(len(recovered.kept), tally)
         return result, tally, self.global_step + 1
+
+    def _log_counts(self, kept: int, tally: Tally) -> None:
+        """Give the counters of a step to the logger, before the step counts: if that raises, no step was made."""
+        if self._log is None:
+            return
+        dropped = tally.dropped - self._tally.dropped
+        counts = {"kept": kept, "dropped": dropped, "dropped_total": tally.dropped}
+        if dropped:
+            counts["bad_steps"] = tally.bad_steps
+        for name, count in counts.items():
+            self._log(f"gradgate/{name}", count, self.global_step)
 
     def _output(
         self,
@@ -631,4 +652,14 @@ def check_sink(sink: Any) -> None:
             f"Guard(): `sink` is {describe(sink)}.",
             why="a sink takes incidents with `record_many(incidents, payloads=None)`.",
             fix='gg.Guard(model, ledger="run.ledger")',
+        )
+
+
+def check_log(log: Any) -> None:
+    """Make sure that a logger can be called."""
+    if log is not None and not callable(log):
+        raise ArgumentTypeError(
+            f"Guard(): `log` is {describe(log)}.",
+            why="it is called with a tag, a value and a step.",
+            fix="gg.Guard(model, log=writer.add_scalar)   # writer = torch.utils.tensorboard.SummaryWriter()",
         )

@@ -184,6 +184,8 @@ class SharedStep:
         if sums is None and (totals.by_total or not (totals.kept or guard._tally.has_means)):  # nothing from here
             sums = torch.zeros(2, dtype=torch.float64, device=self._agreement.device)
         tally = guard._tally.after_step(totals.size, bad=totals.bad > 0, incidents=everything, sums=sums)
+        if self._agreement.rank == 0:
+            guard._log_counts(totals.kept, tally)
         guard._tally, guard.global_step = tally, guard.global_step + 1
         return self._result(kept, totals, [reason for pack in packs for reason in pack[1]])
 
