@@ -223,7 +223,8 @@ _OF_WINDOW = {"window", "has_means"}
 
 def mean_of(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Give the mean of a total and its count; 0 where the count is 0."""
-    return torch.where(sums[1] == 0, 0, sums[0] / sums[1]).to(like.dtype)
+    total, count = sums.unbind()
+    return (total / count).nan_to_num_(0.0, 0.0, 0.0).to(like.dtype)  # both are finite
 
 
 @dataclass(slots=True)
