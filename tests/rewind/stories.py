@@ -67,6 +67,10 @@ def shards_go_back_together(rank):
     lawful(rank, shard)
 
 
+def ranks_without_a_wrapper_go_back_together(rank):
+    lawful(rank, lambda model: model)
+
+
 def the_first_rank_records_for_all(rank, path=None):
     import tempfile
     from pathlib import Path
@@ -84,4 +88,9 @@ def the_first_rank_records_for_all(rank, path=None):
     dist.barrier()
 
 
-STORIES = [replicas_go_back_together, shards_go_back_together, the_first_rank_records_for_all]
+STORIES = [
+    replicas_go_back_together,
+    shards_go_back_together,
+    ranks_without_a_wrapper_go_back_together,
+    the_first_rank_records_for_all,
+]
