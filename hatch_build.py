@@ -25,6 +25,7 @@ FLAGS = [
     "-std=gnu11",
     "-fPIC",
     "-fvisibility=hidden",
+    "-ffp-contract=off",  # the same bits on every processor
     "-Wno-psabi",
 ]
 # One object file for each level of the processor; kernels.c says which level is which.

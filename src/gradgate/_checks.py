@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
+
+
+def wrong_type(value: object, name: str, function: str, why: str, fix: str) -> ArgumentTypeError:
+    """Give the error for an argument of the wrong kind."""
+    return ArgumentTypeError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
+
+
+def wrong_value(value: object, name: str, function: str, why: str, fix: str) -> ArgumentValueError:
+    """Give the error for an argument of the right kind that does not fit."""
+    return ArgumentValueError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
 
 
 def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
@@ -94,3 +105,49 @@ def _becomes_tensor(value: Any) -> bool:
 
 def _on(x: torch.Tensor) -> str:
     return "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
+
+
+def check_number(value: Any, name: str, function: str, why: str, fix: str) -> None:
+    """Make sure that an argument is a real number, and not NaN."""
+    if type(value) is int or isinstance(value, torch.Tensor):  # at once, because most of them are ints
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise wrong_type(value, name, function, why, fix)
+    if value != value:
+        raise wrong_value(value, name, function, why, fix)
+
+
+def check_order(order: Any, *, function: str) -> None:
+    """Make sure that `ord` is the order of a vector norm."""
+    why = "it is the order of a vector norm, a number; names are those of norms of matrices."
+    check_number(order, "ord", function, why, "ord=2   # or 1, or float('inf')")
+
+
+def check_shape(value: Any, shape: tuple[int, ...], *, name: str, function: str) -> None:
+    """Make sure that an argument is a tensor of one shape, or None."""
+    if value is None:
+        return
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(
+            f"{function}(): `{name}` is {describe(value)}.",
+            why=f"it is a tensor of shape {shape}, or None.",
+            fix=f"{name}=torch.full({shape}, {value!r})" if isinstance(value, Real) else f"{name}=None",
+        )
+    if value.shape != shape:
+        raise ArgumentValueError(
+            f"{function}(): `{name}` is {describe(value)}.",
+            why=f"there is one number in it for each place that is scaled, so its shape is {shape}.",
+            fix=f"{name}={name}.expand({', '.join(map(str, shape))})   # if one number is meant for several",
+        )
+
+
+def check_broadcast(x: torch.Tensor, y: torch.Tensor, *, names: tuple[str, str], function: str) -> None:
+    """Say it where two shapes do not broadcast; asked only after torch has refused, so that it costs nothing."""
+    try:
+        torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise ArgumentValueError(
+            f"{function}(): `{names[0]}` has shape {tuple(x.shape)}, `{names[1]}` has {tuple(y.shape)}.",
+            why="they have to broadcast to one shape.",
+            fix=f"{names[1]}.unsqueeze(-1)   # or whatever makes them fit",
+        ) from None

@@ -165,3 +165,15 @@ def test_a_mask_of_other_bytes_than_one_is_read_as_torch_reads_it(name, shape):
 def test_bools_of_other_bytes_than_one_are_one_value():
     x = torch.tensor([255, 0, 2, 0, 1], dtype=torch.uint8).view(torch.bool)
     assert masked.mode(x, keep=torch.ones(5, dtype=torch.bool))[0]
+
+
+def test_what_is_excluded_is_compared_in_the_dtype_of_x():
+    """Also where the values become another dtype afterwards."""
+    x = torch.tensor([2**24, 2**24 + 1, 2**24 + 3])
+    assert masked.quantile(x, 0.0, exclude=2**24 + 1) == 2**24
+    assert masked.median(torch.tensor([2**24 + 1, 5]), exclude=2**24) > 5
+    for dtype in (torch.float16, torch.bfloat16):
+        half = torch.tensor([0.1, 1.0, 3.0], dtype=dtype)
+        for given in (half, half.clone().requires_grad_()):
+            assert masked.var(given, exclude=0.1) == 2
+            assert masked.mean(given, exclude=0.1) == 2

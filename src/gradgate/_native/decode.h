@@ -75,7 +75,8 @@ INLINE A T_NAME(addend_one)(int op, A e, A shift)
 }
 
 /* Add up n neighbours, and give how many are left out. */
-INLINE int64_t T_NAME(sum_piece)(int how, int op, const T *x, const uint8_t *mask, A value, A shift, int64_t n, W *total)
+INLINE int64_t T_NAME(sum_piece)(int how, int op, int counted, const T *x, const uint8_t *mask, A value, A shift, int64_t n,
+                                 W *total)
 {
     AV a = {0}, b = {0}, c = {0}, d = {0}, shifts = (AV){0} + shift;
     IV number = {0};
@@ -86,7 +87,8 @@ INLINE int64_t T_NAME(sum_piece)(int how, int op, const T *x, const uint8_t *mas
         IV left = T_NAME(left)(how, v, mask + (at), value);                                                             \
         v = (AV)((IV)v & ~left);                                                                                        \
         sum += op == ELEMENTS ? v : (AV)((IV)T_NAME(addend)(op, v, shifts) & ~left);                                    \
-        number += left;                                                                                                 \
+        if (counted)                                                                                                    \
+            number += left;                                                                                             \
     }
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
         ADD(a, i)
@@ -112,7 +114,7 @@ INLINE int64_t T_NAME(sum_piece)(int how, int op, const T *x, const uint8_t *mas
 }
 
 /* Add up `rows` rows of n neighbours each, one after the other. */
-INLINE void T_NAME(sum_rows)(int how, int op, const Input *in, const A *shift, int64_t offset, int64_t rows, int64_t n,
+INLINE void T_NAME(sum_rows)(int how, int op, int counted, const Input *in, const A *shift, int64_t offset, int64_t rows, int64_t n,
                              W *totals, int64_t *counts)
 {
     const T *x = (const T *)in->x + offset;
@@ -121,10 +123,11 @@ INLINE void T_NAME(sum_rows)(int how, int op, const Input *in, const A *shift, i
         W total = 0;
         int64_t count = n;
         for (int64_t i = 0; i < n; i += SUMMED)
-            count -= T_NAME(sum_piece)(how, op, x + i, mask + i, (A)in->value, op == ELEMENTS ? 0 : shift[row],
+            count -= T_NAME(sum_piece)(how, op, counted, x + i, mask + i, (A)in->value, op == ELEMENTS ? 0 : shift[row],
                                        LEAST(n - i, SUMMED), &total);
         totals[row] = total;
-        counts[row] = count;
+        if (counted)
+            counts[row] = count;
     }
 }
 
@@ -184,28 +187,32 @@ INLINE void T_NAME(sum_columns)(int how, int op, const Input *in, const A *shift
     }
 }
 
-static void T_NAME(sum)(const Input *in, int op, const void *shift, int64_t offset, int64_t rows, int64_t n, void *totals,
-                        int64_t *counts)
+static void T_NAME(sum)(const Input *in, int op, int counted, const void *shift, int64_t offset, int64_t rows, int64_t n,
+                        void *totals, int64_t *counts)
 {
-#define SUM(how, op)                                                                                                    \
+#define SUM(how, op, counted)                                                                                           \
     if (in->inner > 1)                                                                                                  \
         T_NAME(sum_columns)(how, op, in, shift, offset, rows, n, totals, counts);                                       \
     else                                                                                                                \
-        T_NAME(sum_rows)(how, op, in, shift, offset, rows, n, totals, counts);
+        T_NAME(sum_rows)(how, op, counted, in, shift, offset, rows, n, totals, counts);
 #ifdef DIRECT
     A value = (A)in->value;
-    if (!in->mask && value != value)
-        SUM(BY_NAN, ELEMENTS)
+    if (!in->mask && value != value && !counted)
+        SUM(BY_NAN, ELEMENTS, 0)
+    else if (!in->mask && value != value)
+        SUM(BY_NAN, ELEMENTS, 1)
     else if (!in->mask)
-        SUM(BY_VALUE, ELEMENTS)
+        SUM(BY_VALUE, ELEMENTS, 1)
     else
 #endif
-        if (op == ELEMENTS)
-        SUM(BY_MASK, ELEMENTS)
+        if (op == ELEMENTS && !counted)
+        SUM(BY_MASK, ELEMENTS, 0)
+    else if (op == ELEMENTS)
+        SUM(BY_MASK, ELEMENTS, 1)
     else if (op == DIFFERENCES)
-        SUM(BY_MASK, DIFFERENCES)
+        SUM(BY_MASK, DIFFERENCES, 1)
     else
-        SUM(BY_MASK, SQUARES)
+        SUM(BY_MASK, SQUARES, 1)
 #undef SUM
 }
 

@@ -1,9 +1,9 @@
 /* One dtype of integers, T; see kernels.c. They are added as uint64_t, which wraps around as torch's sums do. */
 
-PLAIN_LOOPS static void T_NAME(sum)(const Input *in, int op, const void *shift, int64_t offset, int64_t rows, int64_t n,
-                                    void *out, int64_t *counts)
+PLAIN_LOOPS static void T_NAME(sum)(const Input *in, int op, int counted, const void *shift, int64_t offset,
+                                    int64_t rows, int64_t n, void *out, int64_t *counts)
 {
-    (void)op, (void)shift;
+    (void)op, (void)counted, (void)shift;
     const T *x = (const T *)in->x + offset;
     const uint8_t *mask = in->mask + offset;
     uint64_t *totals = out;

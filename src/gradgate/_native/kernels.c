@@ -315,7 +315,7 @@ INLINE void int64_t_store(uint8_t *out, Lanes4 take)
 typedef void (*NAME(Decode))(const Input *, int64_t, int64_t, const void *, int64_t, void *);
 static const NAME(Decode) NAME(decoders)[] = {OF_FLOATS(decode)};
 
-typedef void (*NAME(Sum))(const Input *, int, const void *, int64_t, int64_t, int64_t, void *, int64_t *);
+typedef void (*NAME(Sum))(const Input *, int, int, const void *, int64_t, int64_t, int64_t, void *, int64_t *);
 static const NAME(Sum) NAME(adders)[] = {OF_FLOATS(sum), OF_INTEGERS(sum)};
 
 typedef double (*NAME(Extreme))(const Input *, int, int64_t, int64_t);
@@ -384,7 +384,8 @@ void NAME(gg_valid)(const Input *in, uint8_t *out)
 
 /* Add up what is kept of each slice (op ELEMENTS), its DIFFERENCES to `shift` or their SQUARES, divide that by the number
    kept less `correction` unless that is negative, and count it. `total` and `shift` are (outer, inner), of the decoded type; `count` may be NULL. Integers
-   have ELEMENTS only. Returns how many slices keep nothing, or -1 for lack of memory. */
+   have ELEMENTS only. Returns how many slices keep nothing (0 if nothing is divided or
+   counted), or -1 for lack of memory. */
 EXPORT int64_t NAME(gg_sum)(const Input *given, int32_t op, const void *shift, double correction, void *total, int64_t *count);
 int64_t NAME(gg_sum)(const Input *given, int32_t op, const void *shift, double correction, void *total, int64_t *count)
 {

@@ -319,20 +319,7 @@ def _placed(values: Tensor, index: Tensor, count: int, fill_value: complex, func
 
 
 def dtype_holding(values: Tensor, number: complex, name: str, function: str) -> torch.dtype:
-    """Give the dtype for values and a number in one tensor: that of the values if it can hold the number, else wider.
-
-    Args:
-        values: The values.
-        number: What stands beside them.
-        name: Its name in the signature.
-        function: The public function that was called.
-
-    Returns:
-        The dtype.
-
-    Raises:
-        ArgumentValueError: Both are integers or both are floats, and the dtype of the values cannot hold the number.
-    """
+    """Give the dtype of values and a number in one tensor: that of the values if it holds the number, else wider."""
     dtype = values.dtype
     if dtype.is_floating_point and not isinstance(number, complex):
         if number and math.inf > abs(number) > torch.finfo(dtype).max:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradgate._checks import check_tensor
+from gradgate._checks import check_number, check_shape, check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.masked import _dispatch
 from gradgate.masked._reductions import distances
-from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, check_number, check_shape, slices_of
+from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, slices_of
 
 _EPS = "it is added to the variance, so that there is something to divide by."
 
@@ -48,7 +48,7 @@ def logsumexp(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.logsumexp", keepdim=keepdim, empty=empty)
     if slices.x.dtype is torch.bool:  # True and False cannot be -inf
-        slices.x = slices.x.to(torch.get_default_dtype())
+        slices = slices.converted(torch.get_default_dtype())
     if slices.size == 0:
         slices = slices.with_mask()
     result = _dispatch.logsumexp(slices)
@@ -181,7 +181,7 @@ def layer_norm(
         tensor([[-1.0000,  1.0000,  0.0000]])
     """
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else _sizes(normalized_shape)
-    check_number(eps, name="eps", function="masked.layer_norm", why=_EPS, fix="eps=1e-5")
+    check_number(eps, "eps", "masked.layer_norm", _EPS, "eps=1e-5")
     for name, scale in (("weight", weight), ("bias", bias)):
         check_shape(scale, shape, name=name, function="masked.layer_norm")
     slices = slices_of(x, tuple(range(-len(shape), 0)), keep, exclude, function="masked.layer_norm", keepdim=True)
@@ -258,14 +258,8 @@ def batch_norm(
         )
     slices = slices_of(x, (0, *range(2, x.dim())), keep, exclude, function=function, keepdim=True)
     slices.refuse(integers=True, complexes=True)
-    check_number(eps, name="eps", function=function, why=_EPS, fix="eps=1e-5")
-    check_number(
-        momentum,
-        name="momentum",
-        function=function,
-        why="it says how far the running statistics move.",
-        fix="momentum=0.1",
-    )
+    check_number(eps, "eps", function, _EPS, "eps=1e-5")
+    check_number(momentum, "momentum", function, "it says how far the running statistics move.", "momentum=0.1")
     given = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     for name, each in given.items():
         check_shape(each, (x.shape[1],), name=name, function=function)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -26,7 +27,7 @@ from gradgate.masked._dispatch import (
     is_recorded,
     sums,
 )
-from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, is_real, slices_of
+from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, slices_of
 
 _SELECTED = (torch.float32, torch.float64)  # what torch finds the median of without sorting
 
@@ -298,7 +299,7 @@ def _quantile(slices: Slices, q: float | Sequence[float] | Tensor, interpolation
             fix='interpolation="lower"',
         )
     if not slices.x.is_floating_point() and not chooses:
-        slices.x = slices.x.to(torch.get_default_dtype())
+        slices = slices.converted(torch.get_default_dtype())
     one = slices.with_mask().in_one_dim()
     mask = one.full_mask()
     middle = isinstance(q, float) and q == 0.5 and interpolation in ("lower", "midpoint")
@@ -379,17 +380,17 @@ def _levels(q: float | Sequence[float] | Tensor, slices: Slices) -> tuple[bool, 
 
 def _check_levels(levels: list[Any], function: str) -> None:
     for level in levels:
-        if not is_real(level):
+        if not isinstance(level, Real):
             raise ArgumentTypeError(
                 f"{function}(): `q` has {describe(level)}.",
                 why="a quantile is a number from 0 to 1, or several of them.",
                 fix="q=0.5   # or [0.25, 0.75]",
             )
-        if not 0 <= level <= 1:
+        if not 0 <= float(level) <= 1:
             raise ArgumentValueError(
                 f"{function}(): `q` has {level!r}.",
                 why="a quantile is a share of the elements, from 0 (the smallest) to 1 (the largest).",
-                fix=f"q={level / 100 if 1 < level <= 100 else 0.5}",
+                fix=f"q={float(level) / 100 if 1 < float(level) <= 100 else 0.5}",
             )
 
 

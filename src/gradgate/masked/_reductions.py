@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gradgate._checks import check_number, check_order
 from gradgate.masked._dispatch import HALVES, fill, squares, sums, variance
 from gradgate.masked._order import amin
-from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, check_number, check_order, slices_of
+from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, slices_of
 
 
 def sum(
@@ -307,10 +308,10 @@ def std(
 def _check_correction(correction: float, function: str) -> None:
     check_number(
         correction,
-        name="correction",
-        function=function,
-        why="it is taken from the number of elements: 1 for a sample, 0 for all there are.",
-        fix="correction=1",
+        "correction",
+        function,
+        "it is taken from the number of elements: 1 for a sample, 0 for all there are.",
+        "correction=1",
     )
 
 
@@ -335,7 +336,7 @@ def _variance(slices: Slices, correction: float) -> tuple[Tensor, Tensor, Tensor
         (found, number), (more, _) = (squares(replace(slices, x=part, keep=mask)) for part in (x.real, x.imag))
         found, dtype = found + more, found.dtype
     else:
-        found, number = squares(replace(slices, x=x.float()) if dtype in HALVES else slices)
+        found, number = squares(slices.converted(torch.float32) if dtype in HALVES else slices)
     freedom = (number - correction).clamp(min=0)
     # torch divides by 0 here: NaN for one element, infinity for a correction that is larger than the number.
     undefined = (found.detach() / freedom).to(dtype)
@@ -423,9 +424,7 @@ def normalize(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.normalize", keepdim=True, empty=empty)
     slices.refuse(integers=True)
-    check_number(
-        eps, name="eps", function="masked.normalize", why="no norm counts as less than this number.", fix="eps=1e-12"
-    )
+    check_number(eps, "eps", "masked.normalize", "no norm counts as less than this number.", "eps=1e-12")
     # 1e-12 is 0 for a float16, and 0 / 0 would not stay 0.
     least = max(eps, torch.finfo(slices.x.dtype).tiny)
     filled = slices.filled(0)

@@ -9,14 +9,15 @@ comes out as NaN, as it does from the plain operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from gradgate._checks import check_tensor
+from gradgate._checks import check_broadcast, check_order, check_tensor, wrong_type
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.masked._slices import check_broadcast, check_order, dims_of, is_real
+from gradgate.masked._slices import dims_of
 
 
 def safe_divide(x: Tensor | complex, y: Tensor | complex, *, fill_value: complex = 0) -> Tensor:
@@ -145,7 +146,7 @@ def safe_pow(x: Tensor, exponent: Tensor | float, *, fill_value: float = 0) -> T
     _check_real(x, "x", "masked.safe_pow")
     _check_fill_value(fill_value, "masked.safe_pow")
     if not isinstance(exponent, Tensor):
-        if not is_real(exponent):
+        if not isinstance(exponent, Real):
             raise ArgumentTypeError(
                 f"masked.safe_pow(): `exponent` is {describe(exponent)}.",
                 why="a power is a real number, or a tensor of them.",
@@ -247,10 +248,8 @@ def _without_zero_vectors(
     """Say which vectors have the length 0, and give x with ones in their place."""
     check_tensor(x, name="x", function=function)
     if not (x.is_floating_point() or x.is_complex()):
-        raise ArgumentTypeError(
-            f"{function}(): `x` is {describe(x)}.",
-            why="a length is not whole, and integers have no gradient.",
-            fix=f"{function}(x.float())",
+        raise wrong_type(
+            x, "x", function, "a length is not whole, and integers have no gradient.", f"{function}(x.float())"
         )
     check_order(ord, function=function)
     if not ord >= 1:
@@ -324,19 +323,15 @@ def safe_asin(x: Tensor) -> Tensor:
 
 def _check_fill_value(fill_value: object, function: str) -> None:
     if not isinstance(fill_value, bool | int | float | complex):
-        raise ArgumentTypeError(
-            f"{function}(): `fill_value` is {describe(fill_value)}.",
-            why="one number stands at all the bad points.",
-            fix="fill_value=0.0",
+        raise wrong_type(
+            fill_value, "fill_value", function, "one number stands at all the bad points.", "fill_value=0.0"
         )
 
 
 def _check_operand(value: object, name: str, function: str) -> None:
-    if not isinstance(value, bool | int | float | complex) and not is_real(value):
-        raise ArgumentTypeError(
-            f"{function}(): `{name}` is {describe(value)}.",
-            why="what is divided is a tensor or a number.",
-            fix=f"{name}=torch.as_tensor({name})",
+    if not isinstance(value, bool | int | float | complex) and not isinstance(value, Real):
+        raise wrong_type(
+            value, name, function, "what is divided is a tensor or a number.", f"{name}=torch.as_tensor({name})"
         )
 
 

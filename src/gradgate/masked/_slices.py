@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradgate import _kernels
-from gradgate._checks import check_keep, check_tensor
+from gradgate._checks import check_keep, check_tensor, wrong_type
 from gradgate._names import describe
 from gradgate._torch_private import assert_later, has_data, inside_functorch, is_compiling
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NothingKeptError
@@ -173,25 +172,15 @@ def _is_negative(value: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Slices:
-    """What one call reduces.
-
-    Args:
-        x: The values.
-        keep: True where an element takes part, broadcasts to x; None if all do, or all but those of one value.
-        excluded: A value that no mask has been made of yet; then `keep` is None.
-        dims: The dimensions that are reduced, sorted, none negative.
-        keepdim: Whether they stay in the result with size 1.
-        empty: What a slice with nothing kept gives; `...` for the function's own rule.
-        function: The public function that was called, for messages.
-    """
+    """What one call reduces."""
 
     x: Tensor
-    keep: Tensor | None
-    excluded: Number | None
-    dims: tuple[int, ...]
+    keep: Tensor | None  # True takes part, broadcasts to x; None if all do, or all but those of one value
+    excluded: Number | None  # a value that no mask has been made of yet; then `keep` is None
+    dims: tuple[int, ...]  # sorted, none negative
     keepdim: bool
     empty: Empty
-    function: str
+    function: str  # for messages
 
     @property
     def whole(self) -> bool:
@@ -209,6 +198,10 @@ class Slices:
     def size(self) -> int:
         """Give how many elements each slice has, kept or not."""
         return math.prod([self.x.shape[d] for d in self.dims])
+
+    def converted(self, dtype: torch.dtype) -> Slices:
+        """Give the same slices of another dtype; what is excluded is compared before."""
+        return replace(self, keep=self.mask, excluded=None, x=self.x.to(dtype))
 
     def filled(self, value: Number) -> Tensor:
         """Give x with a value in the place of what is left out; its gradient is exactly 0 there."""
@@ -271,17 +264,9 @@ class Slices:
             return
         kind = "complex" if self.x.is_complex() else "integer"
         if kind == "complex" and complexes:
-            raise ArgumentTypeError(
-                f"{self.function}(): `x` is {describe(self.x)}.",
-                why="complex numbers have no order.",
-                fix="x.abs()   # or x.real",
-            )
+            raise wrong_type(self.x, "x", self.function, "complex numbers have no order.", "x.abs()   # or x.real")
         if kind == "integer" and integers:
-            raise ArgumentTypeError(
-                f"{self.function}(): `x` is {describe(self.x)}.",
-                why="the result is no integer in general.",
-                fix="x.to(torch.float32)",
-            )
+            raise wrong_type(self.x, "x", self.function, "the result is no integer in general.", "x.to(torch.float32)")
 
     def fill_empty(self, result: Tensor, natural: Number | None = None, number: Tensor | None = None) -> Tensor:
         """Give slices with nothing kept their value; a gradient that arrives there goes nowhere.
@@ -416,104 +401,3 @@ def _fitting(empty: Number, dtype: torch.dtype, function: str) -> Number:
         why=f"{name} cannot hold that value.",
         fix="x.to(torch.float32)   # or an `empty` that fits",
     )
-
-
-# --- other arguments -----------------------------------------------------------------------------------------
-
-
-def is_real(value: object) -> bool:
-    """Tell whether a value is a real number, one of Python's or of numpy's."""
-    return isinstance(value, Real)
-
-
-def check_number(value: Any, *, name: str, function: str, why: str, fix: str) -> None:
-    """Make sure that an argument is a real number, and not NaN.
-
-    Args:
-        value: The argument; a tensor is taken as it is, so that nobody has to look at it.
-        name: Its name in the signature.
-        function: The public function that was called.
-        why: What it is for, in a message.
-        fix: A call that is right, in a message.
-
-    Raises:
-        ArgumentTypeError: It is no real number; True and False are answers, not numbers.
-        ArgumentValueError: It is NaN.
-    """
-    if type(value) is int or isinstance(value, Tensor):  # at once, because most of them are ints
-        return
-    if isinstance(value, bool) or not is_real(value):
-        raise ArgumentTypeError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
-    if value != value:
-        raise ArgumentValueError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
-
-
-def check_order(order: Any, *, function: str) -> None:
-    """Make sure that `ord` is the order of a vector norm.
-
-    Args:
-        order: The argument.
-        function: The public function that was called.
-
-    Raises:
-        ArgumentTypeError: It is no number, such as "fro".
-        ArgumentValueError: It is NaN.
-    """
-    check_number(
-        order,
-        name="ord",
-        function=function,
-        why="it is the order of a vector norm, a number; names are those of norms of matrices.",
-        fix="ord=2   # or 1, or float('inf')",
-    )
-
-
-def check_shape(value: Any, shape: tuple[int, ...], *, name: str, function: str) -> None:
-    """Make sure that an argument is a tensor of one shape, or None.
-
-    Args:
-        value: The argument.
-        shape: What its shape has to be.
-        name: Its name in the signature.
-        function: The public function that was called.
-
-    Raises:
-        ArgumentTypeError: It is neither a tensor nor None.
-        ArgumentValueError: It has another shape.
-    """
-    if value is None:
-        return
-    if not isinstance(value, Tensor):
-        raise ArgumentTypeError(
-            f"{function}(): `{name}` is {describe(value)}.",
-            why=f"it is a tensor of shape {shape}, or None.",
-            fix=f"{name}=torch.full({shape}, {value!r})" if isinstance(value, Real) else f"{name}=None",
-        )
-    if value.shape != shape:
-        raise ArgumentValueError(
-            f"{function}(): `{name}` is {describe(value)}.",
-            why=f"there is one number in it for each place that is scaled, so its shape is {shape}.",
-            fix=f"{name}={name}.expand({', '.join(map(str, shape))})   # if one number is meant for several",
-        )
-
-
-def check_broadcast(x: Tensor, y: Tensor, *, names: tuple[str, str], function: str) -> None:
-    """Say it where two shapes do not broadcast; asked only after torch has refused, so that it costs nothing.
-
-    Args:
-        x: One tensor.
-        y: The other one.
-        names: Their names in the signature.
-        function: The public function that was called.
-
-    Raises:
-        ArgumentValueError: They do not broadcast.
-    """
-    try:
-        torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        raise ArgumentValueError(
-            f"{function}(): `{names[0]}` has shape {tuple(x.shape)}, `{names[1]}` has {tuple(y.shape)}.",
-            why="they have to broadcast to one shape.",
-            fix=f"{names[1]}.unsqueeze(-1)   # or whatever makes them fit",
-        ) from None
