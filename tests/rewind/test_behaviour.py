@@ -10,7 +10,7 @@ from torch import nn
 
 import gradgate as gg
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, TooManyRewinds
-from gradgate.rewind import _Level
+from gradgate.rewind._rewind import _Level
 from tests.rewind.trainings import Training, assert_same, stream, without
 
 

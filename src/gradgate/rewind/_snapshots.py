@@ -1,0 +1,276 @@
+"""Snapshots of a training in memory: modules, optimizers and whatever has a state, copied and put back in place."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from gradgate._names import describe, listed
+from gradgate._state import random_state, set_random_state
+from gradgate._torch_private import (
+    copy_tensors,
+    tree_flatten,
+)
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
+
+
+class StateSnapshot:
+    """A copy of everything that a training step writes; its memory is used again."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+        self._kept: list[Any] = [None] * len(parts)
+        self._sources: dict[int, torch.Tensor] = {}  # what was copied, by the id of the copy
+        self._random: dict[str, Any] = {}
+        self.where = self.number = self.rewinds = 0
+        self.loader: tuple[int, int, Any] = (0, 0, None)
+        self.levels: tuple[list[float], list[float]] = ([], [])
+        self.doubts: list[str] = []  # of the last restore
+
+    def take(self, where: int, number: int) -> None:
+        """Copy everything as it is after the steps up to a place of the timeline."""
+        self.where, self.number = where, number
+        copies = _Copies()
+        with torch.no_grad():
+            kept = [_copied(_state_of(part), old, copies) for part, old in zip(self._parts, self._kept, strict=True)]
+            copies.fill()
+        self._sources = {id(copied): source for copied, source in copies.values()}
+        self._kept, self._random = kept, random_state()
+
+    def restore(self) -> None:
+        """Write everything back; the copy stays good, so this can be repeated."""
+        self.doubts = []
+        with torch.no_grad():
+            for part, kept in zip(self._parts, self._kept, strict=True):
+                if (doubt := _put_back(part, kept, self._sources)) is not None:
+                    self.doubts.append(doubt)
+        set_random_state(self._random)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the copies take."""
+        leaves = {id(leaf): leaf for leaf in tree_flatten(self._kept)[0] if isinstance(leaf, torch.Tensor)}
+        return sum(leaf.nbytes for leaf in leaves.values())
+
+    def state(self) -> dict[str, Any]:
+        """Give the snapshot as tensors and plain values."""
+        own = {"where": self.where, "number": self.number, "rewinds": self.rewinds}
+        random = dict(self._random)
+        if "numpy" in random:  # torch.load(weights_only=True) refuses its arrays
+            random["numpy"] = [torch.from_numpy(v.copy()) if hasattr(v, "dtype") else v for v in random["numpy"]]
+        rest = {"loader": self.loader, "levels": self.levels, "kept": self._kept, "random": random}
+        return {**own, **copy.deepcopy(rest)}
+
+    @classmethod
+    def load(cls, parts: Sequence[Any], state: Mapping[str, Any]) -> StateSnapshot:
+        """Make a snapshot again."""
+        snapshot, state = cls(parts), copy.deepcopy(dict(state))
+        snapshot.where, snapshot.number, snapshot.rewinds = state["where"], state["number"], state["rewinds"]
+        snapshot.loader, snapshot.levels = tuple(state["loader"]), tuple(state["levels"])
+        snapshot._kept, snapshot._random = state["kept"], state["random"]
+        if "numpy" in snapshot._random:
+            numpy = [v.numpy() if isinstance(v, torch.Tensor) else v for v in snapshot._random["numpy"]]
+            snapshot._random["numpy"] = tuple(numpy)
+        return snapshot
+
+
+def with_optimizers(parts: list[Any]) -> list[Any]:
+    """Add the optimizers that parts hold: that of a scheduler, those inside others."""
+    known = {id(part): part for part in parts}
+    for part in parts:
+        if not isinstance(part, torch.nn.Module):
+            held = [value for value in vars(part).values() if isinstance(value, torch.optim.Optimizer)]
+            known |= {id(one): one for one in held}
+    return list(known.values()) if len(known) == len(parts) else with_optimizers(list(known.values()))
+
+
+def stateful(part: Any) -> Any:
+    if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+        return part
+    raise ArgumentTypeError(
+        f"Rewind(): {describe(part)} has no state_dict and load_state_dict.",
+        why="whatever changes from step to step must be put back.",
+        fix="gg.Rewind(model, optimizer, scheduler)   # modules, optimizers, schedulers, scalers",
+    )
+
+
+def _state_of(part: Any) -> Any:
+    """Give what a part writes from step to step, as a tree of tensors and plain values."""
+    if isinstance(part, torch.nn.Module):
+        tensors = tensors_of(part)
+        lazy = [name for name, tensor in tensors.items() if tensor is not None and is_lazy(tensor)]
+        if lazy:
+            raise ArgumentValueError(
+                f"Rewind.batches(): {listed(lazy, 3)} of {type(part).__name__} have no values yet.",
+                why="a lazy module gets its weights in the first forward, and a snapshot is taken before it.",
+                fix="model(batch)   # once, before the optimizer is made",
+            )
+        return {"tensors": tensors, "gradients": [n for n, p in part.named_parameters() if p.grad is not None]}
+    if isinstance(part, torch.optim.Optimizer):
+        state = {place: part.state[p] for place, p in enumerate(_parameters(part)) if p in part.state}
+        return {"state": state, "groups": options_of(part)}
+    return part.state_dict()
+
+
+def _slots_of(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Give every slot of a module that a tensor is or may be in: its name, and where it is."""
+    for prefix, part in module.named_modules():
+        for table in (part._parameters, part._buffers):
+            for key in list(table):
+                yield f"{prefix}.{key}" if prefix else key, table, key
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: table[key] for name, table, key in _slots_of(module)}
+
+
+def options_of(part: Any) -> Any:
+    """Give what a loop sets itself: the options of an optimizer, the state of a scheduler."""
+    if isinstance(part, torch.optim.Optimizer):
+        return [{key: group[key] for key in group if key != "params"} for group in part.param_groups]
+    return None if isinstance(part, torch.nn.Module) else part.state_dict()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _Copies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
+    """Copies and what they are made of, by the id of the latter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+
+    def fill(self) -> None:
+        """Copy all values in one call."""
+        with torch.no_grad():
+            copy_tensors([copied for copied, _ in self.values()], [local_part(s.detach()) for _, s in self.values()])
+
+
+def _copied(value: Any, old: Any, copies: _Copies) -> Any:
+    """Copy a tree; its tensors are only paired with memory, of an older copy where it fits, to be copied in one call.
+
+    One tensor in two places has one copy, so that it is one tensor again when it is restored.
+    """
+    if isinstance(value, torch.Tensor):
+        if id(value) not in copies:
+            local = local_part(value.detach())
+            fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (local.shape, local.dtype)
+            memory = old if fits and id(old) not in copies.used else _memory_for(local)
+            copies.used.add(id(memory))
+            copies[id(value)] = memory, value
+        return copies[id(value)][0]
+    if type(value) in (dict, OrderedDict):
+        named = old if isinstance(old, Mapping) else {}
+        return {key: _copied(part, named.get(key), copies) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_copied(p, known, copies) for p, known in zip(value, _alike(old, value), strict=True)])
+    return copy.deepcopy(value)
+
+
+def copy_of(tree: Any) -> Any:
+    copies = _Copies()
+    copied = _copied(tree, None, copies)
+    copies.fill()
+    return copied
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the part of a tensor that lies in this process: of a DTensor its shard."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Make memory for a copy: on the host, and pinned, if the tensor lies on an accelerator."""
+    if tensor.is_cpu:
+        return torch.empty_like(tensor)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def _put_back(part: Any, kept: Any, sources: dict[int, torch.Tensor]) -> str | None:
+    """Write a copy into the tensors that it was made of, and put these where they were; give a doubt, if any."""
+    if isinstance(part, torch.nn.Module):
+        added = []
+        for name, table, key in _slots_of(part):
+            if name in kept["tensors"]:
+                tensor = _written(table[key], kept["tensors"][name], sources)
+                if table[key] is not tensor:
+                    table[key] = tensor
+            elif isinstance(table[key], torch.nn.Parameter):
+                added.append(name)
+            else:
+                del table[key]  # a buffer that the module made in its forward; it makes it again
+        for name, parameter in part.named_parameters():
+            if name not in kept["gradients"]:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return f"parameters were added since the snapshot: {listed(added, 3)}" if added else None
+    if isinstance(part, torch.optim.Optimizer):
+        for place, trained in enumerate(_parameters(part)):
+            if place in kept["state"]:
+                state = _written(part.state.get(trained), kept["state"][place], sources, trained.device)
+                part.state[trained] = state
+            else:
+                part.state.pop(trained, None)
+        return set_groups(part, kept["groups"], sources)
+    part.load_state_dict(copy.deepcopy(kept))
+    return None
+
+
+def set_groups(optimizer: torch.optim.Optimizer, groups: list[Any], sources: dict[int, torch.Tensor]) -> str | None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        for key in [key for key in group if key != "params" and key not in saved]:
+            del group[key]
+        group.update({key: _written(group.get(key), value, sources) for key, value in saved.items()})
+    return None if len(groups) == len(optimizer.param_groups) else "parameter groups were added since the snapshot"
+
+
+def _written(value: Any, kept: Any, sources: dict[int, torch.Tensor], device: torch.device | None = None) -> Any:
+    """Give what a copy was made of, with the values of the copy.
+
+    It is the tensor that was copied, not the one that is in its place now: that may be a batch, or in two places. Only
+    after a resume it is that one.
+    """
+    if isinstance(kept, torch.Tensor):
+        if id(kept) not in sources:
+            taken = any(value is source for source in sources.values())
+            fits = isinstance(value, torch.Tensor) and not taken and value.dtype is kept.dtype
+            sources[id(kept)] = value if fits else kept.to(device if kept.ndim else None, copy=True)
+        source = sources[id(kept)]
+        local = local_part(source.detach())
+        if local.shape != kept.shape or any(s == 0 and n > 1 for s, n in zip(local.stride(), local.shape, strict=True)):
+            source.data = kept.to(local.device, copy=True)
+        else:
+            local.copy_(kept, non_blocking=True)
+        return source
+    if type(kept) in (dict, OrderedDict):
+        named = value if isinstance(value, Mapping) else {}
+        return {key: _written(named.get(key), part, sources, device) for key, part in kept.items()}
+    if type(kept) in (list, tuple):
+        pairs = zip(_alike(value, kept), kept, strict=True)
+        return type(kept)([_written(known, part, sources, device) for known, part in pairs])
+    return copy.deepcopy(kept)
+
+
+def _alike(value: Any, form: Sequence[Any]) -> Sequence[Any]:
+    """Give a value if it has as many elements as a form, else as many of nothing."""
+    return value if isinstance(value, list | tuple) and len(value) == len(form) else [None] * len(form)
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Compare two trees of tensors, arrays and plain values."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_values(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) or (isinstance(one, tuple) and one and not isinstance(one[0], int)):
+        return len(one) == len(other) and all(map(same_values, one, other))
+    return bool((one == other).all()) if hasattr(one, "dtype") else bool(one == other)
