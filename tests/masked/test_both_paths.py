@@ -293,6 +293,8 @@ def test_large_masks_are_counted(shape, dim):
 def test_more_elements_than_an_int_can_count():
     """Addresses beyond 2**31; one byte each, and the mask is the tensor itself."""
     x = torch.zeros((1 << 31) + 4096, dtype=torch.uint8)
+    if not _kernels.usable(x):
+        pytest.skip("torch alone needs 16 GiB for this: it converts the bytes to int64 before it adds them")
     x[-1] = x[5] = 1
     mask = x.view(torch.bool)
     assert masked.count(x, keep=mask) == 2

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import gradgate as gg
-from gradgate import rewind as implementation
 from gradgate.errors import ArgumentValueError, GradgateWarning, TooManyRewinds
+from gradgate.rewind import _rewind, _snapshots
 from tests.rewind.test_behaviour import Stateful, feed, linear, wavy
 from tests.rewind.trainings import assert_same
 
@@ -323,7 +323,7 @@ def test_too_many_rewinds_then_going_on():
 def test_a_device_that_is_read_late_loses_nothing(monkeypatch):
     """The last loss of an epoch is read at its end, and a checkpoint judges nothing."""
     late = property(lambda self: False, lambda self, value: None)
-    monkeypatch.setattr(implementation._Reading, "on_host", late, raising=False)
+    monkeypatch.setattr(_rewind._Reading, "on_host", late, raising=False)
     rewind, *_ = linear(every=4)
     seen = []
     for batch in rewind.batches(range(12)):
@@ -401,14 +401,14 @@ def test_an_interrupt_inside_a_rewind_leaves_no_half(first, monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     rewind = gg.Rewind(model, optimizer, every=50)
-    start, count, written = copy.deepcopy(model.state_dict()), itertools.count(1), implementation._written
+    start, count, written = copy.deepcopy(model.state_dict()), itertools.count(1), _snapshots._written
 
     def interrupted(*args):
         if next(count) == first:
             raise KeyboardInterrupt
         return written(*args)
 
-    monkeypatch.setattr(implementation, "_written", interrupted)
+    monkeypatch.setattr(_snapshots, "_written", interrupted)
     reached = 0
     try:
         steps(model, optimizer, numbered(9), rewind=rewind, spike=8)

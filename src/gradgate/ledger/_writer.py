@@ -133,7 +133,7 @@ class Writer:
             try:
                 self.flush()
                 if self._runs:
-                    with self.file.writing(PATIENCE_AFTER_FAILURE) as connection:
+                    with self.file.writing(PATIENCE_AFTER_FAILURE if self._failed else PATIENCE) as connection:
                         for name in self._runs:
                             finish_run(connection, name, time.time())
             except LedgerError as error:
