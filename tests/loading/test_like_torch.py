@@ -240,15 +240,17 @@ def test_a_worker_that_dies_is_raised():
 
 
 def test_workers_end_when_the_loop_is_left():
+    before = set(multiprocessing.active_children())
     batches = iter(gg.resilient(DataLoader(DATA, num_workers=2)))
     next(batches)
-    assert len(multiprocessing.active_children()) >= 2
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
     batches.close()
     del batches
     deadline = time.monotonic() + 60
-    while multiprocessing.active_children() and time.monotonic() < deadline:
+    while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not multiprocessing.active_children()
+    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_two_loaders_at_once():
