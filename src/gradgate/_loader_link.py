@@ -173,13 +173,11 @@ def follow(loader: Any, batch: Any, training: Training) -> None:
 
 
 def ids_of(batch: Any, size: int | None = None) -> tuple[str | None, ...] | None:
-    """Find the ids of the rows of a batch that a loader gave.
-
-    A batch is found if each of its parts is one of a given batch, or the other way round: the same tensor, or one of
-    the same bytes. Where several given batches fit, rows have an id if these agree on it. A tensor that was given
-    belongs to no other batch, whatever its values are. Copies are compared with the recent batches of the loaders that
-    are in an epoch, or gave one of the last batches of all.
-    """
+    """Find the ids of the rows of a batch that a loader gave."""
+    # A batch is found if each of its parts is one of a given batch, or the other way round: the same tensor, or one of
+    # the same bytes. Where several given batches fit, rows have an id if these agree on it. A tensor that was given
+    # belongs to no other batch, whatever its values are. Copies are compared with the recent batches of the loaders
+    # that are in an epoch, or gave one of the last batches of all.
     parts = [part for part in leaves_of(batch) if part is not None]
     owners = {id(given): given for part in parts if (given := _owner(part)) is not None}
     loaders = [loader for loader in list(_LOADERS) if loader.epochs_under_way or loader.gave_lately()]

@@ -11,14 +11,6 @@ import torch
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Find the known names that look most like a name.
 
-    Args:
-        name: What was asked for.
-        known: What there is.
-        count: How many to give at most.
-
-    Returns:
-        The nearest names, best first.
-
     Examples:
         >>> nearest("encdoer.weight", ["encoder.weight", "head.bias"])
         ['encoder.weight']
@@ -28,12 +20,6 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 def describe(value: object) -> str:
     """Say in a few words what a value is, for a message.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        For a tensor its dtype and shape (and its device if it is not the CPU), else its type and its text.
 
     Examples:
         >>> describe(torch.zeros(2, 3)), describe("train"), describe(None)
@@ -57,13 +43,6 @@ def describe(value: object) -> str:
 
 def listed(names: Sequence[object], limit: int = 6) -> str:
     """Write several names in one line, the rest as a count.
-
-    Args:
-        names: What to write.
-        limit: How many to write out.
-
-    Returns:
-        The names with commas between them.
 
     Examples:
         >>> listed(["a", "b", "c"], limit=2)

@@ -56,13 +56,6 @@ class Fields(tuple[Any, ...]):
 def encode(tree: Any, *, limit: int = LIMIT) -> bytes:
     """Write a tree of tensors and plain values as bytes.
 
-    Args:
-        tree: Tensors, numbers, text, bytes, None, and lists, tuples, dicts, sets, dataclasses and named tuples of them.
-        limit: How many bytes it may take; what does not fit is left out and said.
-
-    Returns:
-        A file in the safetensors format.
-
     Examples:
         >>> decode(encode({"x": torch.ones(1, 2), "name": "img_17.png"}))
         {'x': tensor([[1., 1.]]), 'name': 'img_17.png'}
@@ -113,10 +106,9 @@ def _header(data: bytes) -> Any:
 
 
 class _Writer:
-    """Turns a tree into JSON and puts its tensors aside, within a number of bytes.
+    """Turns a tree into JSON and puts its tensors aside, within a number of bytes."""
 
-    What JSON holds by itself stays as it is; everything else is an object whose first key says its kind.
-    """
+    # What JSON holds by itself stays as it is; everything else is an object whose first key says its kind.
 
     def __init__(self, limit: int) -> None:
         self.room = limit

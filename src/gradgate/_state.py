@@ -167,13 +167,6 @@ LIMIT = 256 * 2**20
 def capture(model: torch.nn.Module | None = None, *, limit: int = LIMIT) -> bytes:
     """Take the weights and buffers of a model and the random states of this process.
 
-    Args:
-        model: The model; without one, only the random states.
-        limit: How many bytes it may take.
-
-    Returns:
-        The state, to be given to a ledger.
-
     Examples:
         >>> model = torch.nn.Linear(1, 1)
         >>> data = capture(model)
@@ -505,10 +498,8 @@ class TrainingState:
 
 
 def divide_gradients(parameters: Iterable[torch.Tensor], sums: torch.Tensor, ranks: int = 1) -> torch.Tensor:
-    """Divide gradients of a total by its count (`sums`, in double precision), and give the mean; 0 where it is 0 / 0.
-
-    `ranks` says over how many ranks the gradients have been averaged. Sharded ones (FSDP2) are divided shard by shard.
-    """
+    """Divide gradients of a total by its count (`sums`, in double precision); return the mean, 0 for 0 / 0."""
+    # The gradients have been averaged over this many `ranks`. Sharded ones (FSDP2) are divided shard by shard.
     total, count = sums.unbind()
     some = count != 0
     safe = torch.where(some, count, 1)

@@ -40,13 +40,6 @@ def visible(value: object, *, lines: bool = False) -> str:
 def text_of(value: object, write: Callable[[object], str] = str) -> str:
     """Write a value that somebody else made, whatever its class does when it is asked for a text.
 
-    Args:
-        value: The value, such as an exception.
-        write: How it is written: `str` or `repr`.
-
-    Returns:
-        Its text; the name of its class where it has none.
-
     Examples:
         >>> class Mute(Exception):
         ...     def __str__(self):
@@ -62,12 +55,6 @@ def text_of(value: object, write: Callable[[object], str] = str) -> str:
 
 def class_name(kind: type) -> str:
     """Write a class with its module, as far as that says something.
-
-    Args:
-        kind: The class.
-
-    Returns:
-        "ValueError" for one of Python's own, "package.module.Name" for others.
 
     Examples:
         >>> class_name(ValueError), class_name(torch.nn.Linear)
@@ -91,13 +78,6 @@ def _scalar(value: Any) -> str:
 def plain(value: Any, depth: int = 100) -> Any:
     """Give a tree of values as JSON can hold it: numbers that JSON does not have, and everything unknown, as text.
 
-    Args:
-        value: Anything.
-        depth: How many levels of containers to keep; a deeper one becomes text.
-
-    Returns:
-        Dictionaries, lists, text, finite numbers, booleans and None.
-
     Examples:
         >>> plain({"loss": float("inf"), "shape": (2, 3), "kind": int})
         {'loss': 'inf', 'shape': [2, 3], 'kind': "<class 'int'>"}
@@ -119,14 +99,6 @@ def plain(value: Any, depth: int = 100) -> Any:
 
 def json_text(value: Any, *, indent: int | None = None, depth: int = 100) -> str:
     r"""Write a value as JSON in which everything that is not printable is escaped.
-
-    Args:
-        value: Anything; see `plain`.
-        indent: As in `json.dumps`.
-        depth: As in `plain`.
-
-    Returns:
-        The JSON.
 
     Examples:
         >>> print(json_text({"name": "é \x9b \ud800", "loss": float("nan")}))

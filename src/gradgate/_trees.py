@@ -18,10 +18,8 @@ from gradgate.errors import ArgumentTypeError
 
 
 def with_own_containers(tree: Any) -> Any:
-    """Copy the lists, mappings and dataclasses of a batch, but not what is in them.
-
-    A loss function may rebind what is in its batch (`batch.pop("labels")`); the copy does not know of it.
-    """
+    """Copy the lists, mappings and dataclasses of a batch, but not what is in them."""
+    # A loss function may rebind what is in its batch (`batch.pop("labels")`); the copy does not know of it.
     kind = type(tree)
     if kind is torch.Tensor:
         return tree
@@ -122,13 +120,7 @@ def rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
 
 
 class BatchClass(NamedTuple):
-    """How to read the batches of a class.
-
-    Attributes:
-        matches: Whether a value is such a batch. The package of its class is never imported for that.
-        select: Gives the same batch with only some rows.
-        count: Gives the number of samples.
-    """
+    """How to read the batches of a class."""
 
     matches: Callable[[Any], bool]
     select: Callable[[Any, list[int]], Any]

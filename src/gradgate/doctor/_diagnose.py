@@ -73,11 +73,7 @@ class Examination:
             self.stop()
 
     def stop(self, *, interrupted: bool = False) -> None:
-        """Trace no longer, and leave nothing behind; may be called again.
-
-        Args:
-            interrupted: Put back the modes too: the interrupt may have come where torch was about to do so.
-        """
+        """Trace no longer, and leave nothing behind; may be called again."""
         to_the_end(partial(self._stop, interrupted))
 
     def _stop(self, interrupted: bool) -> None:

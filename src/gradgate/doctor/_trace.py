@@ -352,11 +352,10 @@ _SMALL = 64
 
 
 class Values:
-    """Knows the value of each tensor that the tracer has met.
+    """Knows the value of each tensor that the tracer has met."""
 
-    A tensor is known by its identity. Autograd gives views a new identity on their way up, so the result of a view is
-    also known by its memory, shape, strides and whether it is connected.
-    """
+    # A tensor is known by its identity. Autograd gives views a new identity on their way up, so the result of a view is
+    # also known by its memory, shape, strides and whether it is connected.
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -442,11 +441,10 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 class Flow:
-    """The graph of values of a trace. It follows the data, also where autograd does not.
+    """The graph of values of a trace. It follows the data, also where autograd does not."""
 
-    A read of shape, dtype or device is no flow: the tracer records no input for it. What runs after the last backward
-    pass belongs to no step.
-    """
+    # A read of shape, dtype or device is no flow: the tracer records no input for it. What runs after the last backward
+    # pass belongs to no step.
 
     def __init__(self, trace: Trace, whole: bool = False) -> None:
         self.trace = trace

@@ -146,11 +146,9 @@ class Saving:
         self._writes[region.storage].append((self._clock, Write(region, name, location, by_optimizer)))
 
     def pack(self, tensor: torch.Tensor) -> Saved:
-        """Keep a tensor for backward.
-
-        A saved result whose own node held it would never be freed, so what is kept is detached; it shares memory and
-        version with the original.
-        """
+        """Keep a tensor for backward."""
+        # A saved result whose own node held it would never be freed, so what is kept is detached; it shares memory and
+        # version with the original.
         kept = tensor
         if not tensor.is_leaf:
             with undispatched():
@@ -193,10 +191,9 @@ class Saving:
 
 
 class Reuse:
-    """Remembers which gradients were used.
+    """Remembers which gradients were used."""
 
-    A gradient that was zeroed is another tensor (`set_to_none=True`), or a zero was written to it.
-    """
+    # A gradient that was zeroed is another tensor (`set_to_none=True`), or a zero was written to it.
 
     def __init__(self) -> None:
         self._used: dict[int, list[tuple[int, weakref.ref[torch.Tensor]]]] = {}

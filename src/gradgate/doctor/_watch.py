@@ -31,11 +31,10 @@ Result = TypeVar("Result")
 
 
 class StepSnapshot:
-    """What a model and its surroundings were before a step.
+    """What a model and its surroundings were before a step."""
 
-    Buffers and the random states are copied at the start of each step. Weights are copied only when an optimizer is
-    about to write to them, because until then they are what they were.
-    """
+    # Buffers and the random states are copied at the start of each step. Weights are copied only when an optimizer is
+    # about to write to them, because until then they are what they were.
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

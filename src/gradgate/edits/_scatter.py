@@ -91,11 +91,9 @@ class Scatter:
         return torch.where(_column(self.inside, rows), rows, value)
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Give rows in which each speaker's is the product of the rows of its place.
-
-        A prefix product within each place, by doubling: plain multiplications, so the gradient is exact at zeros too,
-        to any order, which a quotient of products is not.
-        """
+        """Give rows in which each speaker's is the product of the rows of its place."""
+        # A prefix product within each place, by doubling: plain multiplications, so the gradient is exact at zeros too,
+        # to any order, which a quotient of products is not.
         rows = self.elsewhere(rows, 1)
         if self.alone():
             return rows
@@ -110,10 +108,8 @@ class Scatter:
         return run[torch.argsort(order)]
 
     def extreme(self, old: torch.Tensor, rows: torch.Tensor, which: str) -> torch.Tensor:
-        """Give rows in which each speaker's is the largest ("amax") or smallest of its place, the old value included.
-
-        The gradient is shared evenly by all that are equal to it, the old value included; the others get exactly 0.
-        """
+        """Give rows in which each speaker's is the largest ("amax") or smallest of its place and the old value."""
+        # The gradient is shared evenly by all that are equal to it, the old value included; the others get exactly 0.
         if not self.count:
             return rows
         place = self.speakers()
@@ -251,10 +247,8 @@ def _broadcast(advanced_indices: Sequence[AdvancedIndex]) -> tuple[int, ...]:
 
 
 def _front(advanced_indices: Sequence[AdvancedIndex], width: int) -> int:
-    """Find how many other dimensions stand before the entries in `view[index]`.
-
-    An index tensor without dimensions chooses like an int: its dimension is gone before the question is asked.
-    """
+    """Find how many other dimensions stand before the entries in `view[index]`."""
+    # An index tensor without dimensions chooses like an int: its dimension is gone before the question is asked.
     if len(advanced_indices) == 1:
         return advanced_indices[0].dim
     kept = [dim for dim in range(width) if dim not in (c.dim for c in advanced_indices if not c.tensor.dim())]

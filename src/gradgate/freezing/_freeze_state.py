@@ -346,10 +346,8 @@ def watch_steps() -> None:
 
 
 def skips_missing_gradients(kind: type[torch.optim.Optimizer]) -> bool:
-    """Tell whether a class of optimizers is known to leave parameters alone that have no gradient.
-
-    All of torch's do but L-BFGS, which steps along one direction for all parameters. Of others nothing is known.
-    """
+    """Tell whether a class of optimizers is known to leave parameters alone that have no gradient."""
+    # All of torch's do but L-BFGS, which steps along one direction for all parameters. Of others nothing is known.
     return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
 
 
@@ -616,12 +614,10 @@ def owners_of(parameter: torch.Tensor) -> list[nn.Module]:
 
 
 def replicated() -> set[int]:
-    """Give the ids of all parameters that some DistributedDataParallel of this process has.
-
-    DDP counts the gradients of the parameters that required one when it was built. A parameter that is switched off
-    later stops the training ("expected to have finished reduction"), one that is switched on later is never
-    synchronised.
-    """
+    """Give the ids of all parameters that some DistributedDataParallel of this process has."""
+    # DDP counts the gradients of the parameters that required one when it was built. A parameter that is switched off
+    # later stops the training ("expected to have finished reduction"), one that is switched on later is never
+    # synchronised.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
     wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]

@@ -292,11 +292,9 @@ def thaw(model: nn.Module, *what: Selector) -> None:
 
 
 def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Module]:
-    """Give the modules with statistics that lie in what is frozen.
-
-    These are the modules all of whose parameters are frozen. One without parameters goes with the nearest module
-    around it that has some.
-    """
+    """Give the modules with statistics that lie in what is frozen."""
+    # These are the modules all of whose parameters are frozen. One without parameters goes with the nearest module
+    # around it that has some.
     ids = {id(parameter) for parameter in frozen}
     everything = named_modules(model)
     found = {}
@@ -378,11 +376,9 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def select(model: nn.Module, what: Sequence[Selector], function: str) -> list[str]:
-    """Give the names of all parameters that any of the selectors means; with no selector, all of them.
-
-    A glob or a regex means a parameter if it matches the parameter's full name or that of a module around it. The
-    order of the selectors does not matter, and what several of them mean is taken once.
-    """
+    """Give the names of all parameters that any of the selectors means; with no selector, all of them."""
+    # A glob or a regex means a parameter if it matches the parameter's full name or that of a module around it. The
+    # order of the selectors does not matter, and what several of them mean is taken once.
     known = named_parameters(model)
     chosen: set[int] = set()
     for selector in what:
@@ -517,11 +513,9 @@ class Asleep:
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Tell whether a module keeps running statistics of its own, as the norms of torch do.
-
-    These are buffers called `running_...`, and the two vectors of the spectral norm's power iteration (`_u` and `_v` as
-    a parametrization, `weight_u` and `weight_v` beside `weight_orig` in the older form).
-    """
+    """Tell whether a module keeps running statistics of its own, as the norms of torch do."""
+    # These are buffers called `running_...`, and the two vectors of the spectral norm's power iteration (`_u` and `_v`
+    # as a parametrization, `weight_u` and `weight_v` beside `weight_orig` in the older form).
     return any(True for _ in statistics_of(module))
 
 

@@ -181,11 +181,9 @@ def assert_frozen(*handles: Verifiable) -> None:
 
 
 def check_unmoved(name: str, tensor: torch.Tensor, region: Region, then: Fingerprint, how: str = "") -> Fingerprint:
-    """Compare frozen elements with their fingerprint, and give the one to compare with next time.
-
-    That is a new one if the tensor was converted to another dtype since, because that rounds on purpose. `how` says
-    what computes the tensor, if it is not a parameter.
-    """
+    """Compare frozen elements with their fingerprint, and give the one to compare with next time."""
+    # That is a new one if the tensor was converted to another dtype since, because that rounds on purpose. `how` says
+    # what computes the tensor, if it is not a parameter.
     values = region.gather(tensor.detach())
     if values.numel() != then.count:
         raise FrozenMovedError(
@@ -273,10 +271,9 @@ def _parametrizations_of(module: nn.Module, name: str) -> parametrize.Parametriz
 
 
 class Registrations:
-    """Where a parameter was registered since it was pinned: all of these replace a parameter by registering another.
+    """Where a parameter was registered since it was pinned: all of these replace a parameter by registering another."""
 
-    A pin knows no module, and to search for it among all objects would take a tenth of a second.
-    """
+    # A pin knows no module, and to search for it among all objects would take a tenth of a second.
 
     _watched: ClassVar[weakref.WeakValueDictionary[int, Registrations]] = weakref.WeakValueDictionary()
     _hook: ClassVar[RemovableHandle | None] = None  # torch's own; it stays, as the step hooks do

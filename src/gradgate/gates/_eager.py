@@ -93,10 +93,8 @@ apply_swapped = bound_apply(Swapped)
 
 
 def put_mask(x: torch.Tensor, keep: Any) -> torch.Tensor | None:
-    """Do what `put_rule` does, in the commonest case: one answer for each element of an activation.
-
-    On a small tensor each check and each call is felt, so everything that this case needs is here, and nothing else.
-    """
+    """Do what `put_rule` does, in the commonest case: one answer for each element of an activation."""
+    # On a small tensor each check and each call is felt, so everything that this case needs is here, and nothing else.
     if (
         type(keep) is not Tensor
         or type(x) is not Tensor

@@ -28,10 +28,9 @@ _NUMBER = torch.zeros((), dtype=torch.float64)  # stands for a tensor that is no
 
 
 class GateModule(nn.Module):
-    """What the modules share: their settings are plain attributes, moved with the module, saved only when asked.
+    """What the modules share: their settings are plain attributes, moved with the module, saved only when asked."""
 
-    Tensors among them are no buffers: DistributedDataParallel would overwrite each rank's mask by that of rank 0.
-    """
+    # Tensors among them are no buffers: DistributedDataParallel would overwrite each rank's mask by that of rank 0.
 
     settings: ClassVar[tuple[str, ...]] = ()
 

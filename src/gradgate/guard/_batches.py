@@ -76,13 +76,7 @@ def register_batch(
 
 
 class Layout(NamedTuple):
-    """Where the samples lie in the tensors of a batch.
-
-    Attributes:
-        dim: The dimension that they are stacked along.
-        dims: The same by key, where it differs.
-        shared: Keys of what is not per sample.
-    """
+    """Where the samples lie in the tensors of a batch."""
 
     dim: int = 0
     dims: Mapping[Any, int] = {}
@@ -96,14 +90,7 @@ class Layout(NamedTuple):
 
 
 class BatchReader:
-    """Counts and takes the samples of a batch.
-
-    Args:
-        batch_dim: The dimension of tensors that samples are stacked along, or such dimensions by key.
-        select: The user's own way to take rows, for batches that cannot be read.
-        count: The user's own way to count samples, for the same.
-        shared: Keys of what is not per sample.
-    """
+    """Counts and takes the samples of a batch."""
 
     def __init__(
         self,
@@ -134,19 +121,7 @@ class BatchReader:
         return size, writes, self.leaves(batch) if takes_gradient else ()
 
     def count(self, batch: Any, ids: Ids | None = None) -> int:
-        """Tell how many samples a batch holds.
-
-        Args:
-            batch: The batch.
-            ids: The names of its samples, where given: as many as there are samples.
-
-        Returns:
-            The number of samples.
-
-        Raises:
-            ArgumentTypeError: There is nothing in it that is per sample.
-            ArgumentValueError: Its parts do not agree on a number, or not with ids.
-        """
+        """Tell how many samples a batch holds."""
         if self._count is not None:
             found = self._count(batch)
         elif self._select is not None:
@@ -177,16 +152,7 @@ class BatchReader:
         return [tensor for tensor in found if tensor.is_leaf]
 
     def select(self, batch: Any, rows: Rows, size: int) -> Any:
-        """Take some samples of a batch.
-
-        Args:
-            batch: The batch.
-            rows: Which ones, by their place.
-            size: How many samples the batch holds.
-
-        Returns:
-            A batch of the same form with these samples only.
-        """
+        """Take some samples of a batch."""
         return self.taking(batch, size)(rows, index_of(rows))
 
     def taking(self, batch: Any, size: int) -> Callable[[Rows, torch.Tensor], Any]:
@@ -269,17 +235,7 @@ def index_of(rows: Rows) -> torch.Tensor:
 
 
 def select_rows(tree: Any, index: torch.Tensor, size: int, layout: Layout | None) -> Any:
-    """Take rows of every part of a tree that is per sample; parts of another size are shared.
-
-    Args:
-        tree: The batch, or the arguments or the output of a module.
-        index: The rows, as an integer tensor.
-        size: How many samples the tree holds.
-        layout: Where the samples lie; None in what is shared.
-
-    Returns:
-        A tree of the same form.
-    """
+    """Take rows of every part of a tree that is per sample; parts of another size are shared."""
     if layout is None:
         return tree
     if isinstance(tree, torch.Tensor) and not tree.is_nested:
@@ -455,16 +411,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def non_finite_rows(tensors: Iterable[torch.Tensor], size: int, batch_dim: int) -> frozenset[int]:
-    """Find the rows in which any of some tensors is not finite.
-
-    Args:
-        tensors: Floating-point tensors; those that are not per sample are passed over.
-        size: How many samples there are.
-        batch_dim: The dimension of the samples.
-
-    Returns:
-        The rows.
-    """
+    """Find the rows in which any of some tensors is not finite."""
     rows: set[int] = set()
     for tensor in tensors:
         dim = batch_dim_of(tensor, size, batch_dim)

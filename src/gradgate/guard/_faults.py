@@ -39,16 +39,7 @@ FATAL_TEXTS = (
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepFault:
-    """One way in which a try failed.
-
-    Attributes:
-        cause: The kind of fault.
-        stage: Where it showed.
-        error: The exception, if it was one.
-        loss: The loss, if there was one.
-        call: The innermost module that the exception came through, with its arguments.
-        spot: The innermost line that it came through.
-    """
+    """One way in which a try failed."""
 
     cause: Cause
     stage: Stage
@@ -96,14 +87,7 @@ class StepFault:
 
 
 def must_pass(error: BaseException) -> bool:
-    """Tell whether an exception is never blamed on a sample, whatever `catch` says.
-
-    Args:
-        error: The exception.
-
-    Returns:
-        True for interrupts, exits, missing memory and a device that died.
-    """
+    """Tell whether an exception is never blamed on a sample, whatever `catch` says."""
     if not isinstance(error, Exception) or isinstance(error, FATAL):
         return True
     return isinstance(error, RuntimeError) and any(text in text_of(error) for text in FATAL_TEXTS)

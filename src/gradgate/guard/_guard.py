@@ -364,11 +364,7 @@ class Guard:
         ids: Ids | None,
         conclude: Callable[[Outcome, Recovered | None, tuple[Incident, ...]], tuple[Made, Tally, int]],
     ) -> tuple[Made, Iterator[object], Tally, int]:
-        """Make a try and recover from its fault; whatever is raised, everything is as before.
-
-        Returns:
-            The result; what adds earlier gradients when it is walked over; and what is counted after the step.
-        """
+        """Make a try and recover from its fault; whatever is raised, everything is as before."""
         try:
             self._state.remember(guests)
             outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)

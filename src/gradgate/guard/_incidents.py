@@ -28,24 +28,14 @@ LOG = logging.getLogger("gradgate")
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What those who keep incidents want besides.
-
-    Attributes:
-        payload: How many bytes a sample may have; None if samples are not wanted.
-        snapshot: How many bytes weights and random state may have; None if they are not wanted.
-    """
+    """What those who keep incidents want besides."""
 
     payload: int | None
     snapshot: int | None
 
     @classmethod
     def of(cls, sinks: Sequence[Sink], payload: bool) -> Wishes:
-        """Ask those who keep incidents.
-
-        Args:
-            sinks: They.
-            payload: Whether all of them get samples.
-        """
+        """Ask those who keep incidents."""
         ledgers = [sink for sink in sinks if isinstance(sink, Ledger)]
         samples = [ledger.payload_limit for ledger in ledgers if payload or ledger.payload]
         if payload and len(ledgers) < len(sinks):
@@ -69,15 +59,7 @@ def hand_over(
     *,
     payload: bool,
 ) -> None:
-    """Hand incidents to those who keep them.
-
-    Args:
-        incidents: The incidents of one step.
-        sinks: Who keeps them.
-        samples: The samples themselves, for those who want them.
-        snapshot: Weights and random state, for those who want them.
-        payload: Whether those that are no ledgers want samples.
-    """
+    """Hand incidents to those who keep them."""
     for sink in sinks:
         if isinstance(sink, Ledger):
             wanted = samples if payload or sink.payload else None
@@ -88,17 +70,7 @@ def hand_over(
 
 @dataclass
 class IncidentRecorder:
-    """Writes down the incidents of one step.
-
-    Attributes:
-        modules: The guarded modules, for the names of their parts.
-        reader: Takes single samples of the batch.
-        batch: The batch.
-        size: How many samples it holds.
-        ids: Their names.
-        losses: Their losses, where they are known.
-        common: What all incidents of the step share: run, step, epoch, rank, world size.
-    """
+    """Writes down the incidents of one step."""
 
     modules: Sequence[torch.nn.Module]
     reader: BatchReader
@@ -132,15 +104,7 @@ class IncidentRecorder:
         )
 
     def samples(self, incidents: Sequence[Incident], limit: int) -> dict[str, bytes] | None:
-        """Give the samples themselves as bytes.
-
-        Args:
-            incidents: Whose samples.
-            limit: How many bytes one may have.
-
-        Returns:
-            The samples by the incidents' ids; None if there are none.
-        """
+        """Give the samples themselves as bytes."""
         rows = {incident.id: incident.row for incident in incidents if incident.row is not None}
         return {
             name: encode(self.reader.select(self.batch, [row], self.size), limit=limit) for name, row in rows.items()
@@ -188,33 +152,14 @@ class IncidentRecorder:
 
 
 def refused(incidents: Sequence[Incident], *, too_many: bool) -> tuple[Incident, ...]:
-    """Mark the incidents of a step that was not made.
-
-    Args:
-        incidents: What was found.
-        too_many: Whether so much of the batch was bad that the code or the weights are to blame: then nothing is held
-            against the samples, and a later epoch does not leave them out.
-
-    Returns:
-        The same incidents, marked.
-    """
+    """Mark the incidents of a step that was not made."""
     return tuple(
         replace(incident, transient=too_many, details={**incident.details, "refused": True}) for incident in incidents
     )
 
 
 def refuse_share(incidents: Sequence[Incident], bad: int, total: int, max_bad: float) -> NoReturn:
-    """Refuse a step with too many bad samples.
-
-    Args:
-        incidents: The bad samples.
-        bad: How many there are.
-        total: Of how many.
-        max_bad: The share that is allowed.
-
-    Raises:
-        TooManyBadSamples: Always.
-    """
+    """Refuse a step with too many bad samples."""
     raise TooManyBadSamples(
         f"Guard: {bad} of {total} samples are bad:\n{incident_table(incidents)}",
         why=f"more than max_bad={max_bad:g} of a batch points to the code or the weights.",
@@ -224,16 +169,7 @@ def refuse_share(incidents: Sequence[Incident], bad: int, total: int, max_bad: f
 
 
 def refuse_row(incidents: Sequence[Incident], in_a_row: int, patience: int) -> NoReturn:
-    """Refuse one bad step too many.
-
-    Args:
-        incidents: The bad samples of the last one.
-        in_a_row: How many there were.
-        patience: How many are too many.
-
-    Raises:
-        TooManyBadSamples: Always.
-    """
+    """Refuse one bad step too many."""
     raise TooManyBadSamples(
         f"Guard: {in_a_row} steps in a row had bad samples, lastly:\n{incident_table(incidents)}",
         why=f"patience={patience} bad steps in a row point to something that does not pass by itself.",

@@ -96,11 +96,7 @@ def _names_in(code: types.CodeType) -> list[str]:
 
 
 class Outsiders:
-    """What runs in a guard's steps and is not under guard.
-
-    Args:
-        roots: The guarded modules.
-    """
+    """What runs in a guard's steps and is not under guard."""
 
     def __init__(self, roots: Sequence[torch.nn.Module]) -> None:
         self._roots = roots

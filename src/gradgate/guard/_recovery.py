@@ -17,8 +17,6 @@ from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._search import Blame, Localisation, Probes
 from gradgate.guard._trial import Outcome, Trial
 
-__all__ = ["Dropped", "Recovered", "Recovery", "raise_as_it_is"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
@@ -32,17 +30,7 @@ class Dropped:
 
 @dataclass(slots=True)
 class Recovered:
-    """How a recovery ended.
-
-    Attributes:
-        outcome: What the last try gave; None if no sample was left to try.
-        kept: The rows it had.
-        dropped: The rows that are to blame.
-        transient: A fault that did not come again.
-        reasons: Why the result may not be exact.
-        whole: The fault that every sample has; others may have samples without it.
-        evidence: What speaks for that.
-    """
+    """How a recovery ended."""
 
     outcome: Outcome | None
     kept: list[int]
@@ -55,21 +43,7 @@ class Recovered:
 
 @dataclass
 class Recovery:
-    """The way back from one fault.
-
-    Attributes:
-        trial: Makes the tries that count.
-        probe: Makes the tries that only tell something: the same without a gradient scaler.
-        state: Is put back before every try.
-        outsiders: What runs and is not under guard.
-        reader: Takes rows of the batch.
-        batch: The batch.
-        size: How many samples it holds.
-        compiled: Whether something compiled may run.
-        min_kept: With fewer rows left than this, nothing is tried.
-        refuse: Called with everything that is dropped so far; raises if that is too much.
-        with_others: Whether other processes have samples too, so that not all is lost if every sample here fails.
-    """
+    """The way back from one fault."""
 
     trial: Trial
     probe: Trial
@@ -84,17 +58,7 @@ class Recovery:
     with_others: bool = False
 
     def run(self, fault: StepFault) -> Recovered:
-        """Find who is to blame for a fault, and make the step without them.
-
-        Args:
-            fault: The fault of the whole batch.
-
-        Returns:
-            How the step without the bad samples ended.
-
-        Raises:
-            TooManyBadSamples: Too many are to blame, or everyone is for a value that is not finite.
-        """
+        """Find who is to blame for a fault, and make the step without them."""
         marks = self.state.parameter_marks()
         self.outsiders.look(self.trial.function)
         result = self._run(fault, Recovered(None, list(range(self.size)), []))
@@ -213,18 +177,7 @@ class Recovery:
 
 
 def raise_as_it_is(fault: StepFault, size: int, evidence: str, why: str = "", fix: str = "") -> NoReturn:
-    """Raise a fault that no sample is blamed for: the user's exception with the evidence behind it, or our own.
-
-    Args:
-        fault: The fault.
-        size: How many samples the batch has.
-        evidence: What speaks against blaming a sample.
-        why: The reason, as far as it is known.
-        fix: What helps against it, if anything does.
-
-    Raises:
-        TooManyBadSamples: The fault is no exception but a value that is not finite.
-    """
+    """Raise a fault that no sample is blamed for: the user's exception with the evidence behind it, or our own."""
     if fault.error is None:
         raise TooManyBadSamples(f"Guard: {fault.message} in a batch of {size} samples; {evidence}.", why=why, fix=fix)
     told = GradgateError(f"Guard: {evidence}.", why=why or "a fault of the code must be seen.", fix=fix)

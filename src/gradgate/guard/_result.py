@@ -22,12 +22,6 @@ WIDEST = 60
 def incident_table(incidents: Sequence[Incident]) -> str:
     """Write incidents as a table.
 
-    Args:
-        incidents: What to write; after the first 20 only their number.
-
-    Returns:
-        One line for each, under a heading.
-
     Examples:
         >>> print(incident_table([Incident(stage="loss", cause="non-finite loss", row=3, message="inf")]))
         row  sample  stage  cause            where  what
@@ -44,15 +38,7 @@ def incident_table(incidents: Sequence[Incident]) -> str:
 
 
 def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Write lines under a heading in columns.
-
-    Args:
-        head: The names of the columns.
-        lines: The cells of each line.
-
-    Returns:
-        The table, without a newline at the end.
-    """
+    """Write lines under a heading in columns."""
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     written = (
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [head, *lines]
@@ -62,12 +48,6 @@ def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def incident_line(incident: Incident) -> str:
     """Write an incident as one line for the log.
-
-    Args:
-        incident: The incident.
-
-    Returns:
-        The line.
 
     Examples:
         >>> incident_line(Incident(stage="loss", cause="non-finite loss", row=3, sample_id="a.png", step=7))
@@ -229,19 +209,7 @@ def mean_of(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of a run.
-
-    Attributes:
-        steps: Steps made.
-        samples: Samples they had.
-        bad_steps: Steps with bad samples.
-        in_a_row: Bad steps since the last good one.
-        dropped: Samples dropped.
-        transient: Faults that did not come again.
-        causes: Samples dropped, by cause.
-        window: The sum of the losses and of their counts since the last `finish`, where these are given.
-        has_means: Whether a step gave a mean, in this window or since the last one.
-    """
+    """The counts of a run."""
 
     steps: int = 0
     samples: int = 0
@@ -297,14 +265,7 @@ class Tally:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Tally:
-        """Make the counts again.
-
-        Args:
-            state: What `state_dict` gave.
-
-        Raises:
-            ArgumentValueError: It is something else.
-        """
+        """Make the counts again."""
         expected = {entry.name for entry in fields(cls)} - _OF_WINDOW
         if set(state) != expected:
             raise ArgumentValueError(

@@ -60,19 +60,7 @@ Test = Callable[[Group], Verdict]
 
 
 class Search:
-    """A search for the minimal sets of rows that fail, knowing that all rows together do.
-
-    Args:
-        rows: The rows in question.
-        test: Tests a list of rows, in which a row may stand more than once.
-        hint: Rows to test first.
-
-    Attributes:
-        groups: Minimal sets of rows that fail: single rows, or rows that fail only together.
-        everyone: Whether every row that was tested fails, so that nobody can be blamed.
-        by_size: Whether as many rows of those that pass fail, too, so that nobody can be blamed.
-        tests: How many tests were made.
-    """
+    """A search for the minimal sets of rows that fail, knowing that all rows together do."""
 
     def __init__(self, rows: Group, test: Test, hint: Iterable[int] = ()) -> None:
         self.groups: list[tuple[int, ...]] = []
@@ -297,15 +285,7 @@ class Sighting:
 
 
 class Observer:
-    """Hooks around one replay.
-
-    Args:
-        size: How many samples the batch holds.
-        batch_dim: The dimension of the samples.
-        patches: Notes the hooks.
-        values: Look at the values that modules take and give.
-        gradients: Look at the gradients that come back to what modules gave.
-    """
+    """Hooks around one replay."""
 
     def __init__(
         self, size: int, batch_dim: int, patches: Patches, *, values: bool = False, gradients: bool = False
@@ -424,18 +404,7 @@ def _written(line: Line | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Rows that are to blame, and for what.
-
-    Attributes:
-        rows: One row, or rows that fail only together.
-        fault: The fault of the batch.
-        message: What was said when these rows were tested by themselves, else what the batch said.
-        stage: Where it showed first.
-        module: The module it is laid to.
-        where: The user's line.
-        norm: The norm of the gradient that came back to the row.
-        method: How it was found.
-    """
+    """Rows that are to blame, and for what."""
 
     rows: tuple[int, ...]
     fault: StepFault
@@ -449,16 +418,7 @@ class Blame:
 
 @dataclass(slots=True)
 class Localisation:
-    """What a search for the guilty rows gave so far.
-
-    Attributes:
-        blames: Who is to blame.
-        everyone: Whether every sample that was tested fails.
-        by_size: Whether as many samples that pass otherwise fail in the same way.
-        repeated: Whether the fault came again at all under the same state.
-        tests: How many tests were made.
-        modules: The modules that ran.
-    """
+    """What a search for the guilty rows gave so far."""
 
     blames: list[Blame] = field(default_factory=list)
     everyone: bool = False
@@ -469,17 +429,7 @@ class Localisation:
 
 
 class Probes:
-    """Runs the user's function on rows of one batch, to find out which of them are to blame for a fault.
-
-    Args:
-        trial: Runs the user's function.
-        state: Is put back before each run.
-        reader: Takes rows of the batch.
-        batch: The batch.
-        size: How many samples it holds.
-        eager: Something compiled may run. It runs as it was written, so that hooks see inside and no size is compiled.
-        fault: The fault of the whole batch.
-    """
+    """Runs the user's function on rows of one batch, to find out which of them are to blame for a fault."""
 
     def __init__(
         self,
@@ -508,10 +458,8 @@ class Probes:
         self._messages: dict[int, str] = {}
 
     def localise(self) -> Iterator[Localisation]:
-        """Find who is to blame; pause whenever the batch without them may pass. Going on means that it fails as before.
-
-        `found` says why where nobody is blamed in the end.
-        """
+        """Find the rows to blame; pause whenever the batch without them may pass, go on if it fails as before."""
+        # `found` says why where nobody is blamed in the end.
         observer, hint = self._replay()
         if not self.found.repeated:
             return

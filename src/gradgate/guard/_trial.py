@@ -18,8 +18,6 @@ from gradgate.guard._batches import non_finite_rows, tensors_in
 from gradgate.guard._faults import StepFault, check_call, must_pass, refuse_own_backward
 from gradgate.records import Stage
 
-__all__ = ["Catch", "LossTrial", "Outcome", "OutputTrial", "Scaler", "Trial"]
-
 Catch = tuple[type[BaseException], ...]
 LossFunction = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
 
@@ -36,15 +34,7 @@ class Scaler(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """How a try ended.
-
-    Attributes:
-        fault: What went wrong, or None.
-        value: What is walked back from (the loss), or what is given to the user (the output).
-        count: How much the loss is a sum of, where the loss function gives a total and a count; in double precision.
-        per_sample: One value for each sample, where there is one: the losses.
-        bad_rows: The rows that are not finite, where the result is per sample.
-    """
+    """How a try ended."""
 
     fault: StepFault | None = None
     value: Any = None
@@ -91,11 +81,7 @@ class _Catching:
     _faults: list[StepFault]
 
     def let_go(self, *, but: Collection[StepFault | None]) -> None:
-        """Drop the tracebacks of faults so far, except of some; else activations would wait for the garbage collector.
-
-        Args:
-            but: Faults that are still to be told of.
-        """
+        """Drop the tracebacks of faults so far, except of some, which would keep activations alive."""
         for fault in self._faults:
             if fault.error is not None and fault not in but:
                 fault.error.with_traceback(None)  # also where the class lets nobody set an attribute
@@ -109,15 +95,7 @@ class _Catching:
 
 
 class LossTrial(_Catching):
-    """The tries of `Guard.backward`: a loss function, and backward.
-
-    Args:
-        function: The user's loss function.
-        state: The gradients it writes.
-        check: Looks at them.
-        catch: What may be blamed on samples.
-        scaler: Scales the loss before backward.
-    """
+    """The tries of `Guard.backward`: a loss function, and backward."""
 
     runs_backward = True
 
@@ -229,13 +207,7 @@ def _counted(total: torch.Tensor, count: Any) -> torch.Tensor:
 
 
 class OutputTrial(_Catching):
-    """The tries of `Guard.forward`: any function of a batch whose outputs have one row for each sample.
-
-    Args:
-        function: The user's function.
-        catch: What may be blamed on samples.
-        batch_dim: The dimension of the samples.
-    """
+    """The tries of `Guard.forward`: any function of a batch whose outputs have one row for each sample."""
 
     runs_backward = False
 

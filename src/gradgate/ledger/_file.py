@@ -51,13 +51,12 @@ if hasattr(os, "register_at_fork"):  # Not on Windows, which does not fork.
 
 
 class _Meter:
-    """Stops a statement that takes more than a sound file of its size could need.
+    """Stops a statement that takes more than a sound file of its size could need."""
 
-    The pages of a hostile file may point to each other so that a few of them pretend to hold more rows, or longer
-    ones, than could ever be read. A sound row takes some hundred bytes and some hundred steps: ten steps for each byte
-    are plenty, and so is half a second of processor time for each megabyte. Text is stored once, so all rows of one
-    answer together are not longer than the file.
-    """
+    # The pages of a hostile file may point to each other so that a few of them pretend to hold more rows, or longer
+    # ones, than could ever be read. A sound row takes some hundred bytes and some hundred steps: ten steps for each
+    # byte are plenty, and so is half a second of processor time for each megabyte. Text is stored once, so all rows of
+    # one answer together are not longer than the file.
 
     def __init__(self) -> None:
         self.allow(0)

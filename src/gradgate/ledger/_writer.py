@@ -101,11 +101,9 @@ class Writer:
                     self._warn("Incidents are kept in memory and written when it can be", error)
 
     def flush(self) -> None:
-        """Write what is kept in memory.
-
-        After a failure one incident goes first, then twice as many each time: while nothing can be written, a try costs
-        the same however many wait.
-        """
+        """Write what is kept in memory."""
+        # After a failure one incident goes first, then twice as many each time: while nothing can be written, a try
+        # costs the same however many wait.
         with LOCK:
             self._notice_fork()
             count = 1 if self._failed else len(self._waiting)

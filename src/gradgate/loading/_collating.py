@@ -128,11 +128,9 @@ class _Trial:
 
 
 def _fitting(trial: _Trial, rows: list[int]) -> list[int]:
-    """Find the rows to keep: those that can be collated, and with most of the others.
-
-    A sample that cannot be collated even alone is bad. Of those that do not fit together (two shapes, say) the larger
-    party stays, in doubt that of the first sample.
-    """
+    """Find the rows to keep: those that can be collated, and with most of the others."""
+    # A sample that cannot be collated even alone is bad. Of those that do not fit together (two shapes, say) the larger
+    # party stays, in doubt that of the first sample.
     possible = [row for row in rows if trial.works([row])]
     if not possible:
         # A collation that needs several samples fails for each alone; then one of them may spoil the rest.

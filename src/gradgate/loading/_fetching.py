@@ -111,10 +111,8 @@ class ResilientStream(_Noting, IterableDataset[Any]):
 
 
 def _steps(stream: Any, attempts: Attempts) -> Iterator[tuple[Any, Any]]:
-    """Give each sample of a stream, or its marker, with its number; in a worker as "worker:number".
-
-    Nothing is tried again: a second `next` would give the next sample.
-    """
+    """Give each sample of a stream, or its marker, with its number; in a worker as "worker:number"."""
+    # Nothing is tried again: a second `next` would give the next sample.
     once = Attempts(attempts.catch)
     within = iter(stream)
     worker = get_worker_info()

@@ -244,12 +244,10 @@ _IGNORING_KEYWORDS = {"weight", "ignore_index", "reduction", "label_smoothing"}
 def _with_ignore_index(
     loss_fn: Any, input: torch.Tensor, target: torch.Tensor, exclude: Any, empty: float, kw: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Evaluate cross_entropy or nll_loss without one label by torch's own `ignore_index`; None where it is not exact.
-
-    What torch ignores has no part in the value. Its gradient is 0 times its probabilities: 0, unless those are NaN. All
-    probabilities of a position have one denominator, so one finite log-probability proves that none of them is: only
-    one class is looked at. Nothing else is asked that torch finds out as well.
-    """
+    """Evaluate cross_entropy or nll_loss without one label by torch's `ignore_index`; None where it is not exact."""
+    # What torch ignores has no part in the value. Its gradient is 0 times its probabilities: 0, unless those are NaN.
+    # All probabilities of a position have one denominator, so one finite log-probability proves that none of them is:
+    # only one class is looked at. Nothing else is asked that torch finds out as well.
     if loss_fn is not functional.cross_entropy and loss_fn is not functional.nll_loss:
         return None
     ignored, reduction = kw.get("ignore_index", -100), kw.get("reduction", "mean")

@@ -143,10 +143,8 @@ def counts(mask: Tensor, sizes: torch.Size, dims: Dims, keepdim: bool) -> Tensor
 
 
 def sums(slices: Slices, *, mean: bool = False, counted: bool = False, wide: bool = False) -> Sums:
-    """Add up what is kept of each slice, or give its mean; NaN if that is nothing.
-
-    Halves are added up in float32, and stay so if `wide`. Integers become int64.
-    """
+    """Add up what is kept of each slice, or give its mean; NaN if that is nothing."""
+    # Halves are added up in float32, and stay so if `wide`. Integers become int64.
     x, dtype = slices.x, slices.x.dtype
     to = torch.float32 if wide and dtype in HALVES else dtype
     if _takes(slices, _FLOATS if mean else _kernels.DTYPES):
@@ -220,10 +218,8 @@ def _exact_sum(x: Tensor, dims: Dims) -> Tensor:
 
 
 def variance(slices: Slices, correction: float) -> Tensor | None:
-    """Give the variance of what is kept of each slice, as torch does for few; None where the kernels cannot tell.
-
-    NaN for nothing. Nothing is recorded.
-    """
+    """Give the variance of what is kept of each slice, as torch does for few; None where the kernels cannot tell."""
+    # NaN for nothing. Nothing is recorded.
     x = slices.x
     if correction < 0 or not _takes(slices) or (x.requires_grad and torch.is_grad_enabled()):
         return None
@@ -259,10 +255,8 @@ class _Squares(torch.autograd.Function):
 
 
 def extreme(slices: Slices, largest: bool) -> tuple[Tensor, bool]:
-    """Find the largest or the smallest of what is kept, floating; infinite where that is nothing.
-
-    The gradient is shared by those that are equal. Gives as well whether something is surely kept in every slice.
-    """
+    """Find the largest or the smallest of what is kept, floating; infinite where that is nothing."""
+    # The gradient is shared by those that are equal. Gives as well whether something is surely kept in every slice.
     x, dims, keepdim = slices.x, slices.dims, slices.keepdim
     if _takes(slices):
         group = group_of(x.shape, dims)
@@ -310,10 +304,8 @@ class _Extreme(torch.autograd.Function):
 
 
 def first_place(slices: Slices, largest: bool) -> Tensor | None:
-    """Give where the first of the largest or smallest of what is kept is, floating; -1 for nothing.
-
-    Gives None where the kernels cannot tell.
-    """
+    """Give where the first of the largest or smallest of what is kept is, floating; -1 for nothing."""
+    # Gives None where the kernels cannot tell.
     if not _takes(slices):
         return None
     group = group_of(slices.x.shape, slices.dims)
@@ -325,10 +317,8 @@ def first_place(slices: Slices, largest: bool) -> Tensor | None:
 
 
 def logsumexp(slices: Slices) -> Tensor:
-    """Give the logarithm of the sum of the exponentials of what is kept, with reduced dimensions of size 1.
-
-    It is -inf where nothing is kept, or nothing but -inf; its gradient is 0 there.
-    """
+    """Give the logarithm of the sum of the exponentials of what is kept, with reduced dimensions of size 1."""
+    # It is -inf where nothing is kept, or nothing but -inf; its gradient is 0 there.
     x, dims = slices.x, slices.dims
     if _takes(slices):
         group = group_of(x.shape, dims)
@@ -372,10 +362,8 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def softmax(x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:
-    """Give the softmax of what is kept along the last dimension, or its logarithm.
-
-    It is 0, or -inf for the logarithm, where an element is left out, and for a slice with nothing but -inf.
-    """
+    """Give the softmax of what is kept along the last dimension, or its logarithm."""
+    # It is 0, or -inf for the logarithm, where an element is left out, and for a slice with nothing but -inf.
     if x.dtype not in _FLOATS or not usable(x, mask):
         return composed_softmax(x, mask, logarithm)
     mask = mask if mask.shape == x.shape else mask.expand(x.shape)

@@ -325,10 +325,8 @@ def _quantile(slices: Slices, q: float | Sequence[float] | Tensor, interpolation
 
 
 def _selected(slices: Slices, interpolation: Interpolation) -> tuple[Tensor, Tensor | None]:
-    """Give medians along the last dimension and the numbers kept, without putting everything in order.
-
-    The numbers are None where it was seen that nothing is empty.
-    """
+    """Give medians along the last dimension and the numbers kept, without putting everything in order."""
+    # The numbers are None where it was seen that nothing is empty.
     x, mask = slices.x, slices.full_mask()
     filled = fill(x.detach(), mask, math.nan)
     low, index = filled.nanmedian(-1, keepdim=True)

@@ -316,10 +316,8 @@ def _check_correction(correction: float, function: str) -> None:
 
 
 def distances(slices: Slices) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the distances to the mean of the slice, 0 for what is left out, the means, and the numbers; keeps dims.
-
-    Halves become float32.
-    """
+    """Give the distances to the mean of the slice, 0 for what is left out, the means, and the numbers; keeps dims."""
+    # Halves become float32.
     mask = slices.full_mask()
     found = sums(replace(slices, keepdim=True), counted=True, wide=True)
     assert found.number is not None

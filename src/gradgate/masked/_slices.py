@@ -60,10 +60,8 @@ def valid(x: Tensor, *, keep: Keep = None, exclude: Exclude = None, finite: bool
 def mask_of(
     x: Tensor, keep: Tensor | None, exclude: Exclude = None, *, function: str, lazy: bool = False
 ) -> tuple[Tensor | None, Number | None]:
-    """Give the mask that `keep` and `exclude` make together, of a shape that broadcasts to x; None if all take part.
-
-    If `lazy`, a single excluded value of which the kernels need no mask is given as it is, and no mask.
-    """
+    """Give the mask that `keep` and `exclude` make together, of a shape that broadcasts to x; None if all take part."""
+    # If `lazy`, a single excluded value of which the kernels need no mask is given as it is, and no mask.
     check_tensor(x, name="x", function=function)
     if x.layout is not torch.strided or x.is_nested:
         raise _not_dense(x, "x", function)
@@ -220,10 +218,8 @@ class Slices:
         return counts(self.full_mask(), self.x.shape, self.dims, self.keepdim if keepdim is None else keepdim)
 
     def with_mask(self) -> Slices:
-        """Give the same slices with a mask and at least one element, kept or not, in each.
-
-        A slice of size 0 gets one element that is left out, so that what follows needs to know one case only.
-        """
+        """Give the same slices with a mask and at least one element, kept or not, in each."""
+        # A slice of size 0 gets one element that is left out, so that what follows needs to know one case only.
         x, mask = self.x, self.full_mask()
         for d in self.dims:
             if x.shape[d] == 0:
@@ -269,11 +265,9 @@ class Slices:
             raise wrong_type(self.x, "x", self.function, "the result is no integer in general.", "x.to(torch.float32)")
 
     def fill_empty(self, result: Tensor, natural: Number | None = None, number: Tensor | None = None) -> Tensor:
-        """Give slices with nothing kept their value; a gradient that arrives there goes nowhere.
-
-        `natural` is what stands there already by the function's own rule; None if the rule is NaN for a result that can
-        hold it and an error for one that cannot. `number` is how many are kept, where that is known.
-        """
+        """Give slices with nothing kept their value; a gradient that arrives there goes nowhere."""
+        # `natural` is what stands there already by the function's own rule; None if the rule is NaN for a result that
+        # can hold it and an error for one that cannot. `number` is how many are kept, where that is known.
         if (natural is not None and self.empty is ...) or (self.whole and self.size > 0):
             return result
         if self.empty is ...:

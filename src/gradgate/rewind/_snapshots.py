@@ -154,10 +154,8 @@ class _Copies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
 
 
 def _copied(value: Any, old: Any, copies: _Copies) -> Any:
-    """Copy a tree; its tensors are only paired with memory, of an older copy where it fits, to be copied in one call.
-
-    One tensor in two places has one copy, so that it is one tensor again when it is restored.
-    """
+    """Copy a tree; its tensors are paired with memory (an older copy's where it fits), to be copied in one call."""
+    # One tensor in two places has one copy, so that it is one tensor again when it is restored.
     if isinstance(value, torch.Tensor):
         if id(value) not in copies:
             local = local_part(value.detach())
@@ -234,11 +232,9 @@ def set_groups(optimizer: torch.optim.Optimizer, groups: list[Any], sources: dic
 
 
 def _written(value: Any, kept: Any, sources: dict[int, torch.Tensor], device: torch.device | None = None) -> Any:
-    """Give what a copy was made of, with the values of the copy.
-
-    It is the tensor that was copied, not the one that is in its place now: that may be a batch, or in two places. Only
-    after a resume it is that one.
-    """
+    """Give what a copy was made of, with the values of the copy."""
+    # It is the tensor that was copied, not the one that is in its place now: that may be a batch, or in two places.
+    # Only after a resume it is that one.
     if isinstance(kept, torch.Tensor):
         if id(kept) not in sources:
             taken = any(value is source for source in sources.values())

@@ -285,11 +285,9 @@ def _decisive(cuts: list[Cut]) -> list[Cut]:
 
 
 def _targets(case: Case, names: list[str]) -> list[str]:
-    """Return those names that belong to a copy of a module that learns (a target network of BYOL, DQN, MoCo).
-
-    A copy has the shapes and, up to a moving average, the values of the module that learns, and that module does not
-    compute with what the copy gives.
-    """
+    """Return those names that belong to a copy of a module that learns (a target network of BYOL, DQN, MoCo)."""
+    # A copy has the shapes and, up to a moving average, the values of the module that learns, and that module does not
+    # compute with what the copy gives.
     copies: dict[str, bool] = {}
     owner: dict[str, str] = {}
     for name in names:

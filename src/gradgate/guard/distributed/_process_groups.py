@@ -98,18 +98,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Agreement | SingleProcess:
-    """Find out with whom a model is trained.
-
-    Args:
-        modules: The guarded modules, as the user gave them.
-        state: What they write.
-
-    Returns:
-        The agreement with the others.
-
-    Raises:
-        ArgumentTypeError: The model cannot be run without the others, or parts of it are shared with others still.
-    """
+    """Find out with whom a model is trained."""
     if not in_a_group():
         return SingleProcess()
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))

@@ -19,22 +19,7 @@ from gradgate.errors import ArgumentValueError, OtherRankError
 
 @dataclass(slots=True)
 class Share:
-    """One rank's part in a step.
-
-    Attributes:
-        size: How many samples its batch has.
-        kept: How many of them take part.
-        bad: How many are dropped.
-        whole: Whether every one of them fails.
-        failed: Whether there was an exception that no sample is blamed for.
-        told: Whether it has incidents to tell.
-        more: Whether it has another batch.
-        stale: Whether the gradients that it has sent are not those that count.
-        earlier: Whether it has gradients of earlier steps.
-        by_total: Whether it gives the total of a loss, not its mean.
-        loss: Its mean loss over what takes part, or its total.
-        count: How much that is a sum of.
-    """
+    """One rank's part in a step."""
 
     size: int = 0
     kept: int = 0
@@ -58,12 +43,7 @@ class Share:
         return 1 if self.by_total else self.kept
 
     def write(self, numbers: torch.Tensor, present: Sequence[bool]) -> None:
-        """Write the share as numbers.
-
-        Args:
-            numbers: Where to: `WIDTH` of them, and as many as `present` has.
-            present: Whether this rank has a gradient for each parameter.
-        """
+        """Write the share as numbers."""
         flags = (self.size > 0, self.whole, self.failed, self.told, self.more, self.stale, self.earlier, self.by_total)
         absent = [] if all(present) else [place for place, there in enumerate(present) if not there]
         loss = 0.0 if self.loss is None or not self.loss.is_cpu else float(self.loss.item()) * self._multiple
@@ -80,25 +60,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class RankTotals:
-    """The shares of all ranks, added: counts of samples, and of ranks of which something is true.
-
-    Attributes:
-        size: Samples.
-        kept: Samples that take part.
-        bad: Samples that are dropped.
-        busy: Ranks that have samples.
-        whole: Ranks of which every sample fails.
-        failed: Ranks with an exception that no sample is blamed for.
-        told: Ranks with incidents.
-        more: Ranks with another batch.
-        stale: Ranks that sent what does not count.
-        earlier: Ranks with gradients of earlier steps.
-        absent: Gradients that a rank does not have.
-        by_total: Ranks that give totals.
-        count: How much these are sums of.
-        loss: The sum of the losses of what takes part.
-        present: Which parameters have a gradient anywhere; None for all.
-    """
+    """The shares of all ranks, added: counts of samples, and of ranks of which something is true."""
 
     size: int
     kept: int
@@ -153,12 +115,7 @@ FAREWELL = timedelta(seconds=20)
 
 
 class Ranks:
-    """Some processes that train together.
-
-    Args:
-        group: Their process group.
-        device: Where their tensors lie.
-    """
+    """Some processes that train together."""
 
     def __init__(self, group: distributed.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
@@ -167,12 +124,7 @@ class Ranks:
         self.world_size = distributed.get_world_size(group)
 
     def add(self, numbers: torch.Tensor, *, in_haste: bool = False) -> None:
-        """Add numbers over all ranks, in place.
-
-        Args:
-            numbers: The numbers.
-            in_haste: Whether not to wait long for the others.
-        """
+        """Add numbers over all ranks, in place."""
         with self.talking():
             work = distributed.all_reduce(numbers, group=self.group, async_op=True)
             assert work is not None
@@ -182,45 +134,21 @@ class Ranks:
                 work.wait()
 
     def add_up(self, share: Share, present: Sequence[bool], *, in_haste: bool = False) -> RankTotals:
-        """Add up what all ranks tell, in one collective of its own.
-
-        Args:
-            share: What this rank tells.
-            present: Which parameters have a gradient here.
-            in_haste: Whether not to wait long for the others.
-
-        Returns:
-            What all ranks tell.
-        """
+        """Add up what all ranks tell, in one collective of its own."""
         numbers = torch.zeros(WIDTH + len(present), dtype=torch.float64, device=self.device)
         share.write(numbers, present)
         self.add(numbers, in_haste=in_haste)
         return RankTotals.read(numbers)
 
     def gather(self, value: Any) -> list[Any]:
-        """Give what every rank has, to every rank.
-
-        Args:
-            value: What this rank has; small, for it is made as long as the longest.
-
-        Returns:
-            One value for each rank.
-        """
+        """Give what every rank has, to every rank."""
         values: list[Any] = [None] * self.world_size
         with self.talking():
             distributed.all_gather_object(values, value, group=self.group)
         return values
 
     def agreed(self, value: Any, what: str) -> None:
-        """Make sure that all ranks have the same.
-
-        Args:
-            value: What this rank has.
-            what: What it is, for the message.
-
-        Raises:
-            ArgumentValueError: They have not; on every rank.
-        """
+        """Make sure that all ranks have the same."""
         values = self.gather(value)
         if len(set(values)) > 1:
             told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:4]))
@@ -231,15 +159,7 @@ class Ranks:
             )
 
     def bring(self, evidence: Any, owners: Sequence[int]) -> dict[int, Any]:
-        """Bring what some ranks have to the first rank, one by one.
-
-        Args:
-            evidence: What this rank has.
-            owners: The ranks that have something.
-
-        Returns:
-            On the first rank what each of them has; nothing elsewhere.
-        """
+        """Bring what some ranks have to the first rank, one by one."""
         found = {}
         with self.talking():
             first = self._global(0)
@@ -256,11 +176,7 @@ class Ranks:
 
     @contextmanager
     def talking(self) -> Iterator[None]:
-        """Say clearly what it means when a collective fails.
-
-        Raises:
-            OtherRankError: Another rank is gone, waits elsewhere, or has not come in time.
-        """
+        """Say clearly what it means when a collective fails."""
         try:
             yield
         except OtherRankError:

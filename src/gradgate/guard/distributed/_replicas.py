@@ -46,14 +46,7 @@ class _Bucket:
 
 
 class Buckets:
-    """The buffers of some parameters.
-
-    Args:
-        parameters: The parameters, in the order of the model.
-        group: The processes that add their gradients.
-        extra: How many numbers travel with the last buffer.
-        device: Where the numbers are if there are no parameters.
-    """
+    """The buffers of some parameters."""
 
     def __init__(
         self,
@@ -86,13 +79,7 @@ class Buckets:
         self._ask_to_be_told()
 
     def begin(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], share: float) -> None:
-        """Start a round.
-
-        Args:
-            weight: What this rank's gradients are multiplied with.
-            earlier: Gradients that were there before, by parameter; added with the weight `share`.
-            share: As said.
-        """
+        """Start a round."""
         self._weight, self._earlier, self._share = weight, earlier, share
         self._works, self._sums = [], []
         if self._holders() != self._own_holders:
@@ -113,11 +100,7 @@ class Buckets:
         return self._listening
 
     def looks_finite(self) -> bool:
-        """Tell whether everything is finite, after backward: a finite sum proves it. The rest is made ready.
-
-        Returns:
-            False also where finite values add up to infinity.
-        """
+        """Tell whether everything is finite, after backward: a finite sum proves it. The rest is made ready."""
         self._listening = False
         last = len(self._buckets) - 1
         for place in range(len(self._works), last):
@@ -143,15 +126,7 @@ class Buckets:
             self._send(place, empty=True)
 
     def finish(self, *, empty: bool = False, limit: timedelta | None = None) -> None:
-        """Send the rest, and wait for all.
-
-        Args:
-            empty: Send nothing in place of it.
-            limit: How long to wait; None as long as the group does.
-
-        Raises:
-            RuntimeError: Another rank is gone, or does something else.
-        """
+        """Send the rest, and wait for all."""
         for place in range(len(self._works), len(self._buckets)):
             self._send(place, empty=empty)
         if self._error is not None:
@@ -160,12 +135,7 @@ class Buckets:
             work.wait() if limit is None else work.wait(limit)
 
     def collect(self, factor: float, present: Sequence[bool] | None) -> None:
-        """Write the sums into the gradients.
-
-        Args:
-            factor: What they are multiplied with.
-            present: Which parameters have a gradient on any rank; None for all.
-        """
+        """Write the sums into the gradients."""
         targets, sources = [], []
         with torch.no_grad():
             for bucket in self._buckets:
@@ -318,15 +288,11 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 class Replicas(Ranks):
-    """The agreement of ranks that hold replicas of a model.
+    """The agreement of ranks that hold replicas of a model."""
 
-    Gradients are means over each rank's samples. Rank r weighs n_r / N, its share of all samples that take part. N is
-    known only when all have spoken, so the sums are made with the N of the last step and corrected afterwards; while
-    all steps are alike, the two are the same. Totals of a loss are just added.
-
-    Args:
-        replicas: The models in DistributedDataParallel, all with the same process group.
-    """
+    # Gradients are means over each rank's samples. Rank r weighs n_r / N, its share of all samples that take part. N is
+    # known only when all have spoken, so the sums are made with the N of the last step and corrected afterwards; while
+    # all steps are alike, the two are the same. Totals of a loss are just added.
 
     has_whole_weights = True
 
@@ -342,14 +308,7 @@ class Replicas(Ranks):
 
     @contextmanager
     def apart(self, *, training: bool) -> Iterator[None]:
-        """Let the replicas run without collectives, as long as the block lasts.
-
-        Args:
-            training: Whether a step is made: all ranks come, and get the buffers of the first where replicas want that.
-
-        Raises:
-            ArgumentTypeError: The replica does something with gradients that cannot be done for it.
-        """
+        """Let the replicas run without collectives, as long as the block lasts."""
         for replica in self._replicas:
             if obstacle := replica_obstacle(replica):
                 raise ArgumentTypeError(
@@ -370,15 +329,7 @@ class Replicas(Ranks):
             yield
 
     def meet(self, size: int, terms: Any) -> None:
-        """Make sure, once, that all ranks have the same parameters and terms, and count their samples.
-
-        Args:
-            size: How many samples this rank has.
-            terms: What must be the same, as a text.
-
-        Raises:
-            ArgumentValueError: They differ.
-        """
+        """Make sure, once, that all ranks have the same parameters and terms, and count their samples."""
         if self._expected:
             return
         self.agreed(signature(self._trained()), "parameters")
@@ -402,19 +353,7 @@ class Replicas(Ranks):
             self._buckets.withdraw()
 
     def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
-        """Add up what all ranks tell, and, unless gradients are being accumulated, the gradients.
-
-        Args:
-            share: What this rank tells.
-            state: Its gradients.
-            in_haste: Whether not to wait long for the others.
-
-        Returns:
-            What all ranks tell.
-
-        Raises:
-            OtherRankError: Another rank is gone.
-        """
+        """Add up what all ranks tell, and, unless gradients are being accumulated, the gradients."""
         if not self._reduces:
             totals = self.add_up(share, (), in_haste=in_haste)
             self._expected = totals.kept or self._expected
@@ -441,13 +380,7 @@ class Replicas(Ranks):
         return totals
 
     def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
-        """Write the mean gradients of all ranks; while accumulating, this rank's part in them.
-
-        Args:
-            share: What this rank told.
-            totals: What all ranks told.
-            state: Where gradients are.
-        """
+        """Write the mean gradients of all ranks; while accumulating, this rank's part in them."""
         if self._reduces:
             self._buckets.collect(self._factor, totals.present)
             state.add_earlier_gradients(without=self._buckets.parameters)
@@ -466,12 +399,7 @@ class Replicas(Ranks):
 
 
 class _CheckOfSent(FiniteCheck):
-    """Looks at gradients in the buffers that they are sent in; at other times and for others the usual way.
-
-    Args:
-        usual: The usual way.
-        buckets: The buffers.
-    """
+    """Looks at gradients in the buffers that they are sent in; at other times and for others the usual way."""
 
     def __init__(self, usual: FiniteCheck, buckets: Buckets) -> None:
         super().__init__()
@@ -497,13 +425,7 @@ def _reduced(replica: Replica) -> list[torch.nn.Parameter]:
 
 
 def scale_and_add(parameters: Sequence[torch.Tensor], factor: float, state: TrainingState) -> None:
-    """Multiply new gradients, then add the earlier ones.
-
-    Args:
-        parameters: Whose gradients.
-        factor: What they are multiplied with.
-        state: Knows the earlier ones.
-    """
+    """Multiply new gradients, then add the earlier ones."""
     if factor != 1:
         for parameter in parameters:
             if parameter.grad is not None:

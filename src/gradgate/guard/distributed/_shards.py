@@ -17,13 +17,7 @@ from gradgate.guard.distributed._replicas import scale_and_add, signature
 
 
 class Shards(Ranks):
-    """The agreement of ranks that hold shards of a model.
-
-    Args:
-        roots: The outermost modules that `fully_shard` was applied to.
-        group: The processes that share them.
-        state: Knows parameters; asked to look again when they are whole.
-    """
+    """The agreement of ranks that hold shards of a model."""
 
     has_whole_weights = False  # between steps; and `state_dict` in the middle of one would take them apart
 
@@ -35,11 +29,7 @@ class Shards(Ranks):
 
     @contextmanager
     def apart(self, *, training: bool) -> Iterator[None]:
-        """Gather the whole parameters; from then on the model runs without collectives, as long as the block lasts.
-
-        Args:
-            training: Whether a step is made; all ranks come in any case.
-        """
+        """Gather the whole parameters; from then on the model runs without collectives, as long as the block lasts."""
         with ExitStack() as stack:
             with self.talking():
                 stack.enter_context(alone_in_shards(self._roots))
@@ -47,15 +37,7 @@ class Shards(Ranks):
             yield
 
     def meet(self, size: int, terms: Any) -> None:
-        """Make sure, once, that all ranks have the same parameters and terms.
-
-        Args:
-            size: How many samples this rank has.
-            terms: What must be the same, as a text.
-
-        Raises:
-            ArgumentValueError: They differ.
-        """
+        """Make sure, once, that all ranks have the same parameters and terms."""
         if not self._met:
             self.agreed(signature(self._trained()), "parameters")
             self.agreed(terms, "arguments")
@@ -72,29 +54,11 @@ class Shards(Ranks):
         """Do nothing: nothing was sent."""
 
     def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
-        """Add up what all ranks tell.
-
-        Args:
-            share: What this rank tells.
-            state: Its gradients.
-            in_haste: Whether not to wait long for the others.
-
-        Returns:
-            What all ranks tell.
-
-        Raises:
-            OtherRankError: Another rank is gone.
-        """
+        """Add up what all ranks tell."""
         return self.add_up(share, [parameter.grad is not None for parameter in self._trained()], in_haste=in_haste)
 
     def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
-        """Reduce the mean gradients of all ranks to their shards; while accumulating, keep this rank's part in them.
-
-        Args:
-            share: What this rank told.
-            totals: What all ranks told.
-            state: Where gradients are.
-        """
+        """Reduce the mean gradients of all ranks to their shards; while accumulating, keep this rank's part in them."""
         trained = self._trained()
         for place, parameter in enumerate(trained):
             if parameter.grad is None and (totals.present is None or totals.present[place]):

@@ -28,14 +28,7 @@ if TYPE_CHECKING:
 
 
 class SharedStep:
-    """One step of one rank, among others.
-
-    Args:
-        guard: The guard whose step it is.
-        agreement: The other ranks.
-        batch: This rank's batch.
-        ids: The names of its samples.
-    """
+    """One step of one rank, among others."""
 
     def __init__(self, guard: Guard, agreement: Agreement, batch: Any, ids: Ids | None) -> None:
         self._guard = guard
@@ -51,19 +44,7 @@ class SharedStep:
         self._incidents: tuple[Incident, ...] = ()
 
     def run(self, loss_fn: LossFunction, scaler: Scaler | None) -> GuardResult:
-        """Make the step.
-
-        Args:
-            loss_fn: The user's loss function.
-            scaler: Scales the loss before backward.
-
-        Returns:
-            This rank's view of it: its own rows, the loss of all.
-
-        Raises:
-            TooManyBadSamples: There are too many bad samples, on all ranks together.
-            OtherRankError: Another rank raised something, or is gone.
-        """
+        """Make the step."""
         guard = self._guard
         error: BaseException | None = None
         self._function = loss_fn
@@ -288,10 +269,8 @@ END = object()
 
 
 def even_batches(guard: Guard, agreement: Agreement, loader: Iterable[Any]) -> Iterator[Any]:
-    """Give batches until no rank has any more, then batches of 0 rows (None where such a batch cannot be made).
-
-    Each step tells the other ranks whether this one has another batch, so there is one collective, at the beginning.
-    """
+    """Give batches until no rank has any more, then batches of 0 rows (None where such a batch cannot be made)."""
+    # Each step tells the other ranks whether this one has another batch, so there is one collective, at the beginning.
     batches = iter(loader)
     batch = next(batches, END)
     nothing = None if batch is END else _of_no_rows(guard, batch)
