@@ -33,6 +33,11 @@ $(VENV)/.docs: $(VENV)/.dev
 	$(PIP) install --editable ".[docs]"
 	@touch $@
 
+# torch is named again, so that no framework brings another one.
+$(VENV)/.frameworks: $(VENV)/.dev
+	$(PIP) install "$(TORCH)" --editable ".[frameworks]"
+	@touch $@
+
 demo: $(VENV)/.demo       ## why this library exists, on real data, in under two minutes
 	$(BIN)/gradgate demo
 
@@ -45,7 +50,7 @@ check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter
 quick: check              ## static checks, and the tests that are neither slow nor distributed nor in a browser
 	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not distributed and not browser"
 
-test: check docs          ## everything that must pass
+test: check docs $(VENV)/.frameworks ## everything that must pass
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 bench: $(VENV)/.dev       ## every benchmark, its goal, and benchmarks/results.md

@@ -3,12 +3,17 @@
 import logging
 import os
 import random
+from importlib.util import find_spec
 
 import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
+# The examples of an integration run where its framework is installed.
+FRAMEWORKS = ("accelerate", "lightning", "transformers")
+collect_ignore = [f"src/gradgate/integrations/{name}.py" for name in FRAMEWORKS if find_spec(name) is None]
 # What a test sees does not hang on the terminal or the shell that it was started from.
 for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "PYTHONWARNINGS", "PYTHONIOENCODING"):
     os.environ.pop(name, None)

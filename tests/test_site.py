@@ -17,6 +17,7 @@ SECTIONS = [
     "Start",
     "Questions",
     "Packages",
+    "Frameworks",
     "Troubles",
     "How it works",
     "API",
