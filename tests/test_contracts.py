@@ -104,39 +104,6 @@ def test_no_file_has_a_name_that_says_nothing():
     assert not [path for path in SOURCES if path.stem in empty_names]
 
 
-def private_torch_names(source):
-    """Find what a file uses of torch that is not public: torch._x, torch.a._b, torch.__version__."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
-            # Python's own names (torch.Tensor.__array__) are no secret of torch.
-            private = node.attr.startswith("_") and not node.attr.startswith("__")
-            found += [ast.unparse(node)] if private or node.attr == "__version__" else []
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
-            found += [node.module] if any(part.startswith("_") for part in parts) else []
-        elif isinstance(node, ast.Import):
-            found += [a.name for a in node.names if a.name.startswith("torch.") and "._" in a.name]
-    return found
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in SOURCES if p.name != "_torch_private.py"], ids=lambda p: str(p.relative_to(PACKAGE))
-)
-def test_only_one_file_knows_private_torch_names(path):
-    assert not private_torch_names(path.read_text(encoding="utf-8"))
-
-
-def test_the_search_for_private_names_can_fail():
-    for line in (
-        "torch._C._x()",
-        "from torch._dynamo import y",
-        "import torch.utils._pytree",
-        "torch.__version__",
-    ):
-        assert private_torch_names(line)
-
-
 # --- imports -------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from gradgate._torch_private import as_written
+
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Find the known names that look most like a name.
@@ -57,6 +59,6 @@ def module_path(sought: torch.nn.Module, roots: Sequence[torch.nn.Module]) -> st
     for number, root in enumerate(roots):
         for path, module in root.named_modules():
             if module is sought:
-                path = path.replace("_orig_mod.", "").removesuffix("_orig_mod")
+                path = as_written(path)
                 return f"{number}.{path}" if path and len(roots) > 1 else path or type(module).__name__
     return type(sought).__name__

@@ -30,7 +30,15 @@ from gradgate import _kernels
 from gradgate._kernels import memory
 from gradgate._patches import Patches, to_the_end
 from gradgate._payload import decode, encode, missing_in
-from gradgate._torch_private import ThreadModes, add_tensors, buffers_of, copy_tensors, write_count, write_mark
+from gradgate._torch_private import (
+    ThreadModes,
+    add_tensors,
+    buffers_of,
+    copy_tensors,
+    local_part,
+    write_count,
+    write_mark,
+)
 from gradgate.errors import LedgerError
 
 # --- Random state ---------------------------------------------------------------------------------------------------
@@ -506,7 +514,7 @@ def divide_gradients(parameters: Iterable[torch.Tensor], sums: torch.Tensor, ran
     factor = ranks / safe
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local = local_part(gradient)
             # Half precisions are scaled by a float32 factor: 1 / 100,000 is not a float16.
             dtype = local.dtype.to_real() if local.is_complex() else local.dtype
             local.mul_(factor.to(local.device, torch.float32 if dtype.itemsize < 4 else dtype))

@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import call
+from operator import attrgetter, call
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -206,9 +206,14 @@ def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
+def as_written(path: str) -> str:
+    """Give the path of a module or parameter as the user wrote the model: without the wrappers of torch.compile."""
+    return path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Tell whether a module, as such, was compiled: wrapped by torch.compile or by its own `compile()`."""
-    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    return "_orig_mod" in children_of(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def anything_compiled() -> bool:
@@ -222,6 +227,66 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Give a module's own table of parameters; an empty one before its `__init__` has run."""
+    table: dict[str, torch.nn.Parameter | None] = module.__dict__.get("_parameters", {})
+    return table
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Give a module's own table of modules."""
+    return module._modules
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """List the hooks that are called before a module's forward."""
+    return list(module._forward_pre_hooks.values())
+
+
+def computed_name(hook: Any) -> str | None:
+    """Give the name of the tensor that a hook computes before forward: those of pruning and of the older norms do."""
+    name: str | None = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+    return name
+
+
+def is_power_iteration(module: torch.nn.Module, buffer: str) -> bool:
+    """Tell whether a buffer is a vector of torch's spectral norm: as a parametrization, or in the older form."""
+    if buffer in ("_u", "_v"):
+        return "_u" in buffers_of(module)
+    return buffer[-2:] in ("_u", "_v") and f"{buffer[:-2]}_orig" in parameters_of(module)
+
+
+class SettingsModule(torch.nn.Module):
+    """A module with tensors that are neither parameters nor buffers, and that move and are saved with it."""
+
+    def move_settings(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move them."""
+        raise NotImplementedError
+
+    def save_settings(self, destination: dict[str, Any], prefix: str) -> None:
+        """Put them into a state_dict."""
+        raise NotImplementedError
+
+    def load_settings(self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
+        """Take them out of a state_dict."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SettingsModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.move_settings(fn)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self.save_settings(destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *more: list[str]
+    ) -> None:
+        self.load_settings(state_dict, prefix, missing)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *more)
+
+
 MODULE_HOOKS: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = (
     module_hooks._global_forward_pre_hooks,
     module_hooks._global_forward_hooks,
@@ -231,6 +296,11 @@ MODULE_HOOKS: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = (
 
 OPTIMIZER_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 """Torch's tables of hooks before and after every step of every optimizer; a key may be anything."""
+
+
+def step_hooks(optimizer: torch.optim.Optimizer | None) -> dict[Any, Any]:
+    """Give torch's table of hooks before the steps of an optimizer; of all without one."""
+    return OPTIMIZER_HOOKS[0] if optimizer is None else optimizer._optimizer_step_pre_hooks
 
 
 class ModuleCall(NamedTuple):
@@ -403,6 +473,24 @@ def _states(root: Any) -> list[Any]:
 # --- Shared memory, and many tensors at once ------------------------------------------------------------------------
 
 
+base_of = attrgetter("_base")
+"""Give the tensor that a tensor is a view of, or None."""
+
+version_of = attrgetter("_version")
+"""Count the in-place writes that autograd has seen; a RuntimeError for a tensor of inference mode."""
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Tell whether autograd takes a tensor for a view of another."""
+    return tensor._is_view()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the part of a tensor that is in this process: of a DTensor its shard, of others all."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 copy_on_write = torch._lazy_clone
 """Share memory until one of the two is written to; `recorded_without_copy` says where that may and can be done."""
 
@@ -413,7 +501,7 @@ def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
     The memory is shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
     operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone).
     """
-    base = x._base
+    base = base_of(x)
     owner = x if base is None else base
     if owner.is_leaf and owner.requires_grad:
         return None
@@ -463,7 +551,8 @@ def memory_holders(tensor: torch.Tensor) -> int:
 def write_count(tensor: torch.Tensor) -> int:
     """Count the in-place writes into a tensor that autograd has seen; those of an inference tensor are not counted."""
     try:
-        return tensor._version
+        count: int = version_of(tensor)
+        return count
     except RuntimeError:  # asking `is_inference` first would cost more than the answer
         return 0
 

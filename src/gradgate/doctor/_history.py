@@ -15,7 +15,7 @@ from gradgate._names import listed
 from gradgate._source import Location
 from gradgate._torch_private import undispatched
 from gradgate.doctor._case import finding_at
-from gradgate.doctor._numerics import is_readable, local_part, norm_of, total
+from gradgate.doctor._numerics import is_readable, local_values, norm_of, total
 from gradgate.records import Finding
 
 _WINDOW = 20  # the losses that a loss is compared with
@@ -195,7 +195,7 @@ class GradientLog:
 
     def observe(self, held: list[torch.Tensor], names: dict[int, str], lr: float | None) -> Iterator[Finding]:
         """Record the gradients before an update, and yield what is new: a norm out of range, or weights that stay."""
-        local = [local_part(p.grad) for p in held if p.grad is not None]
+        local = [local_values(p.grad) for p in held if p.grad is not None]
         with undispatched(), torch.no_grad():
             norm = float(torch.nn.utils.get_total_norm([x for x in local if is_readable(x)]))
         if math.isfinite(norm):
@@ -212,7 +212,7 @@ class GradientLog:
         middle = median(self._norms)
         spread = 1.4826 * median(abs(x - middle) for x in self._norms)
         if norm > middle + _OUT_OF_RANGE * spread and norm > _OUT_OF_RANGE * middle:
-            largest = max(held, key=lambda p: norm_of(local_part(p.grad)) if p.grad is not None else 0.0)
+            largest = max(held, key=lambda p: norm_of(local_values(p.grad)) if p.grad is not None else 0.0)
             name = names.get(id(largest), "a parameter")
             yield finding_at(
                 None,
@@ -244,7 +244,7 @@ class GradientLog:
 
     def _not_moved(self, held: list[torch.Tensor], names: dict[int, str]) -> Iterator[Finding]:
         with undispatched(), torch.no_grad():
-            now = {id(p): float(total(local_part(p)).real) for p in held if p.requires_grad and is_readable(p)}
+            now = {id(p): float(total(local_values(p)).real) for p in held if p.requires_grad and is_readable(p)}
         still = [names[number] for number, size in now.items() if self._weights.get(number) == size and number in names]
         self._weights = now
         if still:

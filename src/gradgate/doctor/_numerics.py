@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from gradgate._names import describe
-from gradgate._torch_private import undispatched
+from gradgate._torch_private import local_part, undispatched, write_count
 from gradgate.doctor._trace import BadValue, Operator, region_of
 
 if TYPE_CHECKING:
@@ -39,12 +39,11 @@ def norm_of(tensor: torch.Tensor) -> float:
     return norm
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that lies in this process: the shard of a DTensor, the values of a sparse tensor."""
-    if hasattr(tensor, "to_local"):
-        with torch.no_grad():
-            return local_part(tensor.to_local())
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that lie in this process: the shard of a DTensor, the values of a sparse tensor."""
+    with torch.no_grad():
+        local = local_part(tensor)
+    return local.coalesce().values() if local.is_sparse else local
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
@@ -141,7 +140,7 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         # A gradient that is still the same tensor at the same version was not touched by this step.
-        self._before = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        self._before = {id(p): (p.grad, write_count(p.grad)) for p in parameters if p.grad is not None}
         self.taken: dict[int, Gradient] = {}
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -154,9 +153,9 @@ class Gradients:
     def _look(self, parameter: torch.Tensor) -> Gradient:
         gradient = parameter.grad
         before = self._before.get(id(parameter))
-        if gradient is None or (before is not None and before[0] is gradient and before[1] == gradient._version):
+        if gradient is None or (before is not None and before[0] is gradient and before[1] == write_count(gradient)):
             return Gradient(present=False)
-        gradient = local_part(gradient)
+        gradient = local_values(gradient)
         if not is_readable(gradient):
             return Gradient(present=True, zero=not gradient.numel())
         norm = norm_of(gradient)

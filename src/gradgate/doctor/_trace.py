@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from gradgate._source import Location
-from gradgate._torch_private import schema_of
+from gradgate._torch_private import is_view, schema_of
 
 if TYPE_CHECKING:
     from gradgate.doctor._backward_hooks import GradientPath
@@ -376,7 +376,7 @@ class Values:
             self.unconnected.discard(value)
             if tensor.grad_fn is not None:
                 self.trace.rejoined[value] = tensor.grad_fn
-            elif not tensor._is_view():  # a view of a leaf, made inside no_grad, only looks like a leaf
+            elif not is_view(tensor):  # a view of a leaf, made inside no_grad, only looks like a leaf
                 self._add_root(tensor, value)
         if self._latest_write:
             write = self._latest_write.get(_storage_of(tensor))

@@ -34,6 +34,7 @@ from gradgate._torch_private import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     undispatched,
+    write_count,
     write_grad_mode,
 )
 from gradgate.doctor._backward_hooks import run_backward, start_late
@@ -153,7 +154,7 @@ class Saving:
         if not tensor.is_leaf:
             with undispatched():
                 kept = tensor.detach()
-        return Saved(kept, tensor._version, self._clock, latest_node_number(), self._spot())
+        return Saved(kept, write_count(tensor), self._clock, latest_node_number(), self._spot())
 
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return a tensor back to backward, if it is still what it was."""
@@ -165,7 +166,7 @@ class Saving:
 
     def _overwritten(self, saved: Saved) -> Write | None:
         region = region_of(saved.tensor)
-        moved = saved.tensor._version != saved.version
+        moved = write_count(saved.tensor) != saved.version
         with undispatched():
             for clock, write in self._older.get(region.storage, []) + self._writes.get(region.storage, []):
                 if clock > saved.writes and (moved or overlaps(write.region, region)):
@@ -173,7 +174,7 @@ class Saving:
         return None
 
     def _report(self, saved: Saved, write: Write) -> None:
-        silent = saved.tensor._version == saved.version and not write.name.startswith(("_foreach_", "_fused_"))
+        silent = write_count(saved.tensor) == saved.version and not write.name.startswith(("_foreach_", "_fused_"))
         tensor = saved.tensor
         shape = tuple(tensor.shape)
         self.trace.overwrites.append(
@@ -182,7 +183,7 @@ class Saving:
         if not silent:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; "
+                f"[{tensor.type()} {list(shape)}] is at version {write_count(tensor)}; "
                 f"expected version {saved.version} instead."
             )
 

@@ -16,12 +16,12 @@ from gradgate._finite import FiniteCheck
 from gradgate._names import describe, listed
 from gradgate._patches import Patches, to_the_end
 from gradgate._state import RandomState
-from gradgate._torch_private import OPTIMIZER_HOOKS, ThreadModes, copy_tensors, undispatched, write_grad_mode
+from gradgate._torch_private import ThreadModes, copy_tensors, step_hooks, undispatched, write_grad_mode
 from gradgate.doctor._case import namespaces_of
 from gradgate.doctor._diagnose import Examination
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._history import GradientLog
-from gradgate.doctor._numerics import bad_kind, local_part
+from gradgate.doctor._numerics import bad_kind, local_values
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, BadStepError, BadStepWarning
 from gradgate.records import Finding
 
@@ -114,7 +114,7 @@ _check = FiniteCheck()
 
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Return whether every element of every tensor is finite."""
-    local = [local_part(gradient) for gradient in gradients]
+    local = [local_values(gradient) for gradient in gradients]
     with undispatched():
         return not _check.has_nonfinite(local)
 
@@ -159,7 +159,7 @@ class Watch:
         self._patches = Patches()
 
     def __enter__(self) -> Watch:
-        hooks = OPTIMIZER_HOOKS[0] if self._optimizer is None else self._optimizer._optimizer_step_pre_hooks
+        hooks = step_hooks(self._optimizer)
         self._patches.put(hooks, self, self._before_step)
         return self
 
@@ -303,7 +303,7 @@ class _Seen(Exception):
 
 
 def _is_bad(gradient: torch.Tensor) -> bool:
-    return bad_kind(local_part(gradient)) is not None
+    return bad_kind(local_values(gradient)) is not None
 
 
 def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, on_bad: OnBad = "raise") -> Watch:

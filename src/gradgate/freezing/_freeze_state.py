@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
 from gradgate._held import HOLD, WATCHERS, watchers_of
-from gradgate._torch_private import OPTIMIZER_HOOKS
+from gradgate._torch_private import OPTIMIZER_HOOKS, parameters_of, write_count
 
 # --- Which elements are frozen --------------------------------------------------------------------------------------
 
@@ -583,7 +583,7 @@ _RUNTIME = {"_hook", "_kept", "_seen", "_stepping", "_met"}
 
 def _mark(parameter: torch.Tensor) -> tuple[Any, ...]:
     """Give something that differs once the values were written in place or exchanged."""
-    return parameter._version, parameter.data_ptr(), parameter.dtype, parameter.device
+    return write_count(parameter), parameter.data_ptr(), parameter.dtype, parameter.device
 
 
 def freeze_state_of(parameter: torch.Tensor) -> FreezeState | None:
@@ -608,8 +608,7 @@ def owners_of(parameter: torch.Tensor) -> list[nn.Module]:
     return [
         module
         for module in gc.get_objects()
-        if issubclass(type(module), nn.Module)
-        and any(candidate is parameter for candidate in module.__dict__.get("_parameters", {}).values())
+        if issubclass(type(module), nn.Module) and any(one is parameter for one in parameters_of(module).values())
     ]
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gradgate._names import describe, listed, nearest
-from gradgate._torch_private import without_compiled_wrappers
+from gradgate._torch_private import as_written, is_power_iteration, local_part, without_compiled_wrappers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 from gradgate.freezing._freeze_state import ROWS_TOKEN, Everything, freeze_state_of, make_freeze_state, replicated
 from gradgate.freezing._verify import (
@@ -361,15 +361,13 @@ def bare(model: nn.Module, function: str) -> nn.Module:
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Give every parameter under every name it has, in the model's order; tied ones come several times."""
-    return {
-        name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    return {as_written(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Give every module under every name it has."""
     return {
-        name.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip("."): module
+        as_written(name): module
         for name, module in model.named_modules(remove_duplicate=False)
         if without_compiled_wrappers(module) is module
     }
@@ -413,11 +411,6 @@ def ties_of(known: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
     return {
         name: tuple(other for other in known if other in together[name] - {name}) for name in known if name in together
     }
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the part of a sharded tensor (FSDP2) that this process has; of others, all."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def wording(selector: Selector) -> str:
@@ -514,18 +507,14 @@ class Asleep:
 
 def has_statistics(module: nn.Module) -> bool:
     """Tell whether a module keeps running statistics of its own, as the norms of torch do."""
-    # These are buffers called `running_...`, and the two vectors of the spectral norm's power iteration (`_u` and `_v`
-    # as a parametrization, `weight_u` and `weight_v` beside `weight_orig` in the older form).
+    # These are buffers called `running_...`, and the two vectors of the spectral norm's power iteration.
     return any(True for _ in statistics_of(module))
 
 
 def statistics_of(module: nn.Module) -> Iterator[str]:
     """Give the names of the buffers that training would move; nothing where they are switched off (None)."""
-    names = [name for name, _ in module.named_buffers(recurse=False)]
-    for name in names:
-        spectral = name in ("_u", "_v") and "_u" in names
-        spectral = spectral or (name[-2:] in ("_u", "_v") and f"{name[:-2]}_orig" in module._parameters)
-        if name.startswith("running_") or name == "num_batches_tracked" or spectral:
+    for name, _ in module.named_buffers(recurse=False):
+        if name.startswith("running_") or name == "num_batches_tracked" or is_power_iteration(module, name):
             yield name
 
 

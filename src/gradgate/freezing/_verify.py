@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
 from gradgate._names import describe
+from gradgate._torch_private import computed_name, forward_pre_hooks, parameters_of
 from gradgate.errors import ArgumentTypeError, FrozenMovedError
 from gradgate.freezing._freeze_state import Region
 
@@ -241,9 +242,7 @@ def computed_by(module: nn.Module, name: str) -> str:
     if (parametrizations := _parametrizations_of(module, name)) is not None:
         kinds = [type(each).__name__.lstrip("_") for each in parametrizations]
     else:
-        hooks = module._forward_pre_hooks.values()
-        names = [(type(hook).__name__, getattr(hook, "name", getattr(hook, "_tensor_name", None))) for hook in hooks]
-        kinds = [kind for kind, computed in names if computed == name]
+        kinds = [type(hook).__name__ for hook in forward_pre_hooks(module) if computed_name(hook) == name]
     return " and ".join(kinds)
 
 
@@ -293,7 +292,7 @@ class Registrations:
 
     def _present(self) -> list[tuple[nn.Module, str]]:
         present = [(reference(), name) for reference, name in self._places]
-        return [(module, name) for module, name in present if module is not None and name in module._parameters]
+        return [(module, name) for module, name in present if module is not None and name in parameters_of(module)]
 
     def add(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Note a registration if it is of the pinned parameter, or of one over the same memory (weight_norm)."""

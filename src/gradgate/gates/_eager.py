@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradgate._torch_private import bound_apply, copy_on_write, recorded_without_copy, without_copy, write_count
+from gradgate._torch_private import (
+    base_of,
+    bound_apply,
+    copy_on_write,
+    recorded_without_copy,
+    version_of,
+    without_copy,
+    write_count,
+)
 from gradgate.errors import GradgateError
 from gradgate.gates._rules import GateMeter, Mask, Rule, Whole, on_stored_values
 
@@ -102,11 +110,11 @@ def put_mask(x: torch.Tensor, keep: Any) -> torch.Tensor | None:
         or keep.shape != x.shape
         or keep.device != x.device
         or x.is_leaf
-        or x._base is not None
+        or base_of(x) is not None
     ):
         return None
     try:
-        treatment = partial(masked, keep, keep._version)
+        treatment = partial(masked, keep, version_of(keep))
         gated = copy_on_write(x)
     except RuntimeError:  # a mask of inference mode, or x is of a kind that cannot be shared
         return None

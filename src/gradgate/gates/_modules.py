@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from gradgate._checks import check_keep
 from gradgate._names import describe
+from gradgate._torch_private import SettingsModule
 from gradgate.errors import ArgumentTypeError
 from gradgate.gates._functions import (
     Keep,
@@ -27,7 +27,7 @@ from gradgate.gates._rules import GateMeter
 _NUMBER = torch.zeros((), dtype=torch.float64)  # stands for a tensor that is not known yet
 
 
-class GateModule(nn.Module):
+class GateModule(SettingsModule):
     """What the modules share: their settings are plain attributes, moved with the module, saved only when asked."""
 
     # Tensors among them are no buffers: DistributedDataParallel would overwrite each rank's mask by that of rank 0.
@@ -51,15 +51,14 @@ class GateModule(nn.Module):
         """Show the settings."""
         return ", ".join(f"{name}={_shown(getattr(self, name))}" for name in self.settings)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GateModule:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
+    def move_settings(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move the tensors among the settings, as `module.to()` moves parameters."""
         for name in self.settings:
             if isinstance(value := getattr(self, name), torch.Tensor):
                 setattr(self, name, fn(value))
-        return self
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def save_settings(self, destination: dict[str, Any], prefix: str) -> None:
+        """Put the settings into a state_dict."""
         for name in self.settings if self.save else ():
             value = getattr(self, name)
             if callable(value):
@@ -71,16 +70,8 @@ class GateModule(nn.Module):
             if value is not None:
                 destination[prefix + name] = torch.as_tensor(value).detach().clone()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def load_settings(self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
+        """Take the settings out of a state_dict."""
         for name in self.settings if self.save else ():
             saved = state_dict.pop(prefix + name, None)
             value = getattr(self, name)
@@ -90,9 +81,6 @@ class GateModule(nn.Module):
                 setattr(self, name, saved.detach().to(value.device, copy=True))
             else:
                 setattr(self, name, saved.item() if saved.dim() == 0 else saved.detach().clone())
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
 
 
 def _shown(value: object) -> str:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gradgate._names import listed
-from gradgate._torch_private import buffers_of, write_count
+from gradgate._torch_private import buffers_of, children_of, write_count
 from gradgate.errors import GradgateWarning
 
 # Objects looked at, and elements of one container: a trainer may lead to a dataset of millions.
@@ -55,7 +55,7 @@ def _parts(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, list | tuple):
         yield from ((f"{path}[{number}]" if path else "", value) for number, value in enumerate(thing))
     elif isinstance(thing, torch.nn.Module):
-        yield from _of_names(path, {**thing._modules, **thing.__dict__})
+        yield from _of_names(path, {**children_of(thing), **thing.__dict__})
     elif not isinstance(thing, type | types.ModuleType | torch.Tensor):
         with suppress(AttributeError):
             yield from _of_names(path, object.__getattribute__(thing, "__dict__"))

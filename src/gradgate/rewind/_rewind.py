@@ -30,13 +30,7 @@ from gradgate._loader_link import ids_of
 from gradgate._names import describe, listed
 from gradgate._patches import to_the_end
 from gradgate._state import random_state, set_random_state
-from gradgate._torch_private import (
-    Replica,
-    shard_group,
-    shard_roots,
-    write_count,
-    write_counts,
-)
+from gradgate._torch_private import Replica, local_part, shard_group, shard_roots, write_count, write_counts
 from gradgate._trees import leaves_of
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning, TooManyRewinds
 from gradgate.ledger import Ledger
@@ -44,7 +38,6 @@ from gradgate.records import Incident
 from gradgate.rewind._snapshots import (
     StateSnapshot,
     copy_of,
-    local_part,
     options_of,
     same_values,
     set_groups,

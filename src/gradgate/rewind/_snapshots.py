@@ -12,10 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from gradgate._names import describe, listed
 from gradgate._state import random_state, set_random_state
-from gradgate._torch_private import (
-    copy_tensors,
-    tree_flatten,
-)
+from gradgate._torch_private import buffers_of, copy_tensors, local_part, parameters_of, tree_flatten
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 
@@ -120,7 +117,7 @@ def _state_of(part: Any) -> Any:
 def _slots_of(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Give every slot of a module that a tensor is or may be in: its name, and where it is."""
     for prefix, part in module.named_modules():
-        for table in (part._parameters, part._buffers):
+        for table in (parameters_of(part), buffers_of(part)):
             for key in list(table):
                 yield f"{prefix}.{key}" if prefix else key, table, key
 
@@ -177,12 +174,6 @@ def copy_of(tree: Any) -> Any:
     copied = _copied(tree, None, copies)
     copies.fill()
     return copied
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the part of a tensor that lies in this process: of a DTensor its shard."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
