@@ -61,7 +61,7 @@ def mask_of(
     x: Tensor, keep: Tensor | None, exclude: Exclude = None, *, function: str, lazy: bool = False
 ) -> tuple[Tensor | None, Number | None]:
     """Give the mask that `keep` and `exclude` make together, of a shape that broadcasts to x; None if all take part."""
-    # If `lazy`, a single excluded value of which the kernels need no mask is given as it is, and no mask.
+    # If `lazy`, a single excluded value is given as it is where the kernels may need no mask.
     check_tensor(x, name="x", function=function)
     if x.layout is not torch.strided or x.is_nested:
         raise _not_dense(x, "x", function)
@@ -70,19 +70,17 @@ def mask_of(
         raise _not_dense(mask, "keep", function)
     if exclude is None:
         return mask, None
-    plain = x.detach()
     if isinstance(exclude, Tensor):
         for element in exclude.detach().reshape(-1).unbind():
-            others = ~_matches_tensor(plain, element)
+            others = ~_matches_tensor(x.detach(), element)
             mask = others if mask is None else mask & others
         return mask, None
-    values = [
-        value for value in (stored(number, x.dtype) for number in _numbers(exclude, function)) if value is not None
-    ]
-    if lazy and mask is None and len(values) == 1 and x.dtype in _kernels.DTYPES and _kernels.usable(x):
+    values = [stored(number, x.dtype) for number in _numbers(exclude, function)]
+    if lazy and mask is None and len(values) == 1 and x.dtype in _kernels.DTYPES:
         return None, values[0]
     for value in values:
-        mask = excluding(plain, mask, value)
+        if value is not None:
+            mask = excluding(x.detach(), mask, value)
     return mask, None
 
 
@@ -106,6 +104,8 @@ def _not_dense(tensor: Tensor, name: str, function: str) -> ArgumentTypeError:
 
 
 def _numbers(exclude: Any, function: str) -> list[Number]:
+    if type(exclude) in (float, int):
+        return [exclude]
     several = isinstance(exclude, Iterable) and not isinstance(exclude, str | bytes)
     found: list[Number] = []
     for value in exclude if several else (exclude,):
