@@ -1,12 +1,19 @@
 """One file knows the private names of torch."""
 
 import ast
+import importlib.util
+import pkgutil
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import gradgate
+from gradgate import _torch_private
+from gradgate.errors import GradgateError, GradgateWarning
 
 PACKAGE = Path(gradgate.__file__).parent
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_torch_private.py"]
@@ -110,3 +117,127 @@ def test_the_search_for_private_names_finds(line):
 
 def test_the_names_of_objects_of_torch_are_known():
     assert {"_version", "_base", "_apply", "_parameters", "_optimizer_step_pre_hooks", "_sequence_nr"} <= OF_OBJECTS
+
+
+# --- versions --------------------------------------------------------------------------------------------------------
+
+
+def looked_up(without=()):
+    """Load `_torch_private.py` once more, as if torch did not have some names; give it, and what it looked for."""
+    sought, resolve = [], pkgutil.resolve_name
+
+    def resolve_all_but(name):
+        sought.append(name)
+        if name in without:
+            raise AttributeError(name)
+        return resolve(name)
+
+    spec = importlib.util.spec_from_file_location("gradgate._another_torch", _torch_private.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pkgutil, "resolve_name", resolve_all_but)
+        spec.loader.exec_module(module)
+    return module, sought
+
+
+NAMES = looked_up()[1]
+
+
+def test_nothing_is_missing_on_a_tested_version():
+    assert _torch_private.MISSING == {}
+    assert len(NAMES) == len(set(NAMES)) > 30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_name_is_noted_and_nothing_else_is(name):
+    module, _ = looked_up([name])
+    assert list(module.MISSING) == [name]
+    with pytest.warns(GradgateWarning, match="Not all that it needs is there:") as said:
+        module._warn_of_version("2.99.0")
+    assert f"\n- {name} is missing: {module.MISSING[name]}" in str(said[0].message)
+
+
+def test_an_untested_version_is_said_in_words():
+    with pytest.warns(GradgateWarning) as said:
+        _torch_private._warn_of_version("2.16.0.dev20261101+cpu")
+    assert str(said[0].message) == (
+        "gradgate is tested on torch 2.8 to 2.15, and this is 2.16.0.dev20261101+cpu. "
+        "All that gradgate needs of torch is there."
+    )
+    with pytest.warns(GradgateWarning, match=re.escape("tested on torch 2.8 to 2.15, and this is 2.7.1")):
+        _torch_private._warn_of_version("2.7.1")
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.15.1"])
+def test_a_tested_version_is_not(version):
+    _torch_private._warn_of_version(version)
+
+
+def test_a_name_that_nothing_replaces_is_an_error_where_it_is_used():
+    module, _ = looked_up(["torch._C._DisableTorchDispatch"])
+    with pytest.raises(GradgateError) as caught:
+        module.undispatched()
+    assert str(caught.value) == (
+        f"torch {torch.__version__} has no torch._C._DisableTorchDispatch.\n"
+        "Why: without it, the doctor cannot trace a step.\n"
+        "Fix: pip install 'torch<2.16'"
+    )
+    tables, _ = looked_up(["torch.optim.optimizer._global_optimizer_pre_hooks"])
+    for use in (len, list, lambda table: 1 in table, lambda table: table.items()):
+        with pytest.raises(GradgateError, match="without it, nothing can be frozen"):
+            use(tables.OPTIMIZER_HOOKS[0])
+
+
+ON_A_TORCH_THAT_LACKS_MUCH = """
+import pkgutil, sys, warnings
+import torch
+resolve, replaced = pkgutil.resolve_name, sys.argv[1].split()
+def resolve_all_but(name):
+    if name in replaced:
+        raise AttributeError(name)
+    return resolve(name)
+pkgutil.resolve_name = resolve_all_but
+torch.__version__ = "2.99.0"
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import gradgate as gg
+    from gradgate import masked
+    x = torch.tensor([1.0, float("nan"), 3.0, 4.0], requires_grad=True)
+    keep = torch.tensor([True, False, True, True])
+    masked.mean(x, keep=keep).backward()
+    assert torch.equal(x.grad, torch.tensor([1 / 3, 0, 1 / 3, 1 / 3])), x.grad
+    y = torch.ones(4, requires_grad=True)
+    (gg.gate(y * 2, keep) * 3 + gg.at(y)[1].set(7.0)).sum().backward()
+    assert torch.equal(y.grad, torch.tensor([7.0, 0, 7, 7])), y.grad
+    assert masked.median(x.detach(), exclude=float("nan")) == 3
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    gg.freeze(model, "0.*")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = gg.Guard(model)
+    data = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]])
+    weight = model[0].weight.detach().clone()
+    result = guard.backward(data, lambda batch: model(batch).pow(2).mean())
+    optimizer.step()
+    assert [incident.row for incident in result.dropped] == [2], result
+    assert torch.equal(weight, model[0].weight)
+    with gg.grad_mode(False):
+        assert not (y * 1).requires_grad
+about = [message for each in said if "2.99" in (message := str(each.message))]
+assert len(about) == 1 and all(name in about[0] for name in replaced), said
+print("done")
+"""
+
+
+def has_error(module):
+    """Tell whether a name of the module is an error when it is used, alone or in a table."""
+    values = [each for value in vars(module).values() for each in (value if type(value) is tuple else [value])]
+    return any(type(value) is module._Missing for value in values)
+
+
+def test_the_library_works_as_far_as_it_can():
+    """One process without every name that something replaces: the same results, and one warning."""
+    replaced = [name for name in NAMES if not has_error(looked_up([name])[0])]
+    command = [sys.executable, "-c", ON_A_TORCH_THAT_LACKS_MUCH, " ".join(replaced)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "done", done.stderr
+    assert len(replaced) > 10

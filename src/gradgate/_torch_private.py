@@ -1,33 +1,83 @@
-"""Every private name of torch that gradgate uses, and nothing else mentions one.
+"""Every private name of torch that gradgate uses; no other file uses one.
 
-Each name says what it promises; where torch changes, this file changes and nothing else does.
+Each name is looked up once, with what is lost where a version of torch does not have it: something public that does the
+same more slowly or knows less, or an error that says so when the name is used.
 """
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, call
-from types import TracebackType
-from typing import Any, NamedTuple
+from types import SimpleNamespace, TracebackType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import distributed
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling as is_compiling
-from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from gradgate._patches import Patches
+from gradgate.errors import GradgateError, GradgateWarning
+
+# --- Versions -------------------------------------------------------------------------------------------------------
+
+
+OLDEST, NEWEST = (2, 8), (2, 15)
+"""The versions of torch that the tests have run on."""
+
+MISSING: dict[str, str] = {}
+"""The private names that this torch does not have, each with what is lost."""
+
+
+class _Missing:
+    """Stands for a private name that this torch does not have and nothing public replaces."""
+
+    def __init__(self, name: str, lost: str) -> None:
+        self.__dict__.update(name=name, lost=lost)
+
+    def _fail(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise GradgateError(
+            f"torch {torch.__version__} has no {self.__dict__['name']}.",
+            why=f"without it, {self.__dict__['lost']}.",
+            fix=f"pip install 'torch<{NEWEST[0]}.{NEWEST[1] + 1}'",
+        )
+
+    __call__ = __getattr__ = __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = __enter__ = _fail
+
+
+def _note(name: str, lost: str, instead: Any) -> Any:
+    MISSING[name] = lost
+    return _Missing(name, lost) if instead is _Missing else instead
+
+
+def _find(name: str, lost: str, instead: Any = _Missing) -> Any:
+    """Look up a private name, or give what replaces it."""
+    try:
+        return pkgutil.resolve_name(f"torch.{name}")
+    except (AttributeError, ImportError):
+        return _note(f"torch.{name}", lost, instead)
+
+
+def _find_attribute(sample: object, name: str, lost: str) -> Any:
+    """Give a function that reads a private attribute of objects like the sample."""
+    found = hasattr(sample, name)
+    return attrgetter(name) if found else _note(f"{type(sample).__name__}.{name}", lost, _Missing)
+
+
+def _refuse(*args: Any) -> NoReturn:
+    raise RuntimeError("this torch cannot do that")
+
+
+_NO_DOCTOR = "the doctor cannot trace a step"
+_NO_GUARD = "the guard cannot see which layer a value comes from"
+_NO_MODULES = "models cannot be searched for their parts"
+
 
 # --- The graph ------------------------------------------------------------------------------------------------------
 
@@ -47,18 +97,25 @@ def bound_apply(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-current_node = torch._C._current_autograd_node
+current_node = _find("_C._current_autograd_node", "the doctor names fewer lines of backward", lambda: None)
 """Give the node of the graph whose backward runs in this thread, or None."""
+
+
+_next_number = _find("_C._autograd._get_sequence_nr", "the doctor names fewer lines of the graph", lambda: 0)
 
 
 def latest_node_number() -> int:
     """Give the number of the node that autograd made last in this thread: in an operation, the operation's own."""
-    return torch._C._autograd._get_sequence_nr() - 1
+    number: int = _next_number() - 1
+    return number
 
 
 def node_number(node: Any) -> int:
     """Give the number of a node of the graph, which `latest_node_number` gave when it was made; -1 for leaves."""
-    number = int(node._sequence_nr())
+    try:
+        number = int(node._sequence_nr())
+    except (AttributeError, RuntimeError):  # up to torch 2.12 nodes of a re-entrant checkpoint refuse it
+        return -1
     return -1 if number >= 2**63 else number
 
 
@@ -80,9 +137,8 @@ def leaf_of(node: Any) -> torch.Tensor | None:
     return getattr(node, "variable", None)
 
 
-def schema_of(operator: Any) -> Any:
-    """Give the schema of an operator: its arguments and results, and which of them it writes to or views."""
-    return operator._schema
+schema_of = _find_attribute(torch.ops.aten.add.Tensor, "_schema", _NO_DOCTOR)
+"""Give the schema of an operator: its arguments and results, and which of them it writes to or views."""
 
 
 def function_class_of(node: Any) -> type[torch.autograd.Function] | None:
@@ -112,11 +168,11 @@ read_grad_mode = torch.is_grad_enabled
 
 
 # torch.set_grad_enabled is a class that does this and more; the bare switch costs a tenth of it.
-write_grad_mode = torch._C._set_grad_enabled
+write_grad_mode = _find("_C._set_grad_enabled", "neither grad_mode nor the guard can switch recording")
 """Switch this thread's recording on or off, with nothing around it."""
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchMode(_find("utils._python_dispatch.TorchDispatchMode", _NO_DOCTOR, object)):  # type: ignore[misc]
     """A mode that sees every operation; it runs while nothing is compiled, and so without Dynamo's wrapper."""
 
     @classmethod
@@ -124,37 +180,42 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-undispatched = torch._C._DisableTorchDispatch
+undispatched = _find("_C._DisableTorchDispatch", _NO_DOCTOR)
 """A block whose operations go past every dispatch mode: the tracer's own look at a tensor is not traced."""
 
 
 def enter_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
     """Put a mode in force in this thread."""
-    mode.__enter__()  # type: ignore[no-untyped-call]
+    mode.__enter__()
 
 
 def leave_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
     """Take a mode that is on top out of force."""
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    mode.__exit__(None, None, None)
+
+
+_top_dispatch_mode = _find("utils._python_dispatch._get_current_dispatch_mode", _NO_DOCTOR)
+_top_function_mode = _find("overrides._get_current_function_mode", _NO_DOCTOR)
 
 
 def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
     """Tell whether a mode was entered last in this thread, so that it can be left."""
-    if isinstance(mode, DispatchMode):
-        return _get_current_dispatch_mode() is mode
-    top: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    top: object = _top_dispatch_mode() if isinstance(mode, DispatchMode) else _top_function_mode()
     return top is mode
 
 
-push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+push_saved_tensors_hooks = _find("_C._autograd._push_saved_tensors_default_hooks", _NO_DOCTOR)
 """Call `pack` with every tensor that is saved for backward in this thread, and `unpack` when it is needed."""
+
+_top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks", _NO_DOCTOR)
+_pop_saved_tensors_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks", _NO_DOCTOR)
 
 
 def pop_saved_tensors_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
     """Take these hooks away, if they were pushed last."""
-    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top: tuple[Any, Any] | None = _top_saved_tensors_hooks(True)
     if top is not None and top[0] == pack:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _pop_saved_tensors_hooks()
 
 
 class ThreadModes:
@@ -219,28 +280,29 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def anything_compiled() -> bool:
     """Tell whether torch.compile was called in this process; its machinery is loaded by optimizers, too."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
+    return frames is not None and any(
+        backend is not None for backend in getattr(frames, "cached_backends", {}).values()
+    )
 
 
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Give a module's own table of buffers: writing an entry rebinds the buffer, whatever the module's setters do."""
-    return module._buffers
+_MODULE = torch.nn.Module()
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]
+buffers_of = _find_attribute(_MODULE, "_buffers", "the buffers of a model cannot be copied and put back")
+"""Give a module's own table of buffers: writing an entry rebinds the buffer, whatever the module's setters do."""
+
+children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]
+children_of = _find_attribute(_MODULE, "_modules", _NO_MODULES)
+"""Give a module's own table of modules."""
+
+forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]]
+forward_pre_hooks = _find_attribute(_MODULE, "_forward_pre_hooks", "computed weights cannot be frozen")
+"""Give a module's own table of the hooks that are called before its forward."""
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """Give a module's own table of parameters; an empty one before its `__init__` has run."""
     table: dict[str, torch.nn.Parameter | None] = module.__dict__.get("_parameters", {})
     return table
-
-
-def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """Give a module's own table of modules."""
-    return module._modules
-
-
-def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
-    """List the hooks that are called before a module's forward."""
-    return list(module._forward_pre_hooks.values())
 
 
 def computed_name(hook: Any) -> str | None:
@@ -288,13 +350,18 @@ class SettingsModule(torch.nn.Module):
 
 
 MODULE_HOOKS: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = (
-    module_hooks._global_forward_pre_hooks,
-    module_hooks._global_forward_hooks,
-    module_hooks._global_forward_hooks_always_called,
+    _find("nn.modules.module._global_forward_pre_hooks", _NO_GUARD),
+    _find("nn.modules.module._global_forward_hooks", _NO_GUARD),
+    _find("nn.modules.module._global_forward_hooks_always_called", _NO_DOCTOR),
 )
 """Torch's tables of hooks before and after the forward of every module, and of those that are always called."""
 
-OPTIMIZER_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+_HOOKS_WITH_KWARGS: dict[Any, Any] = _find("nn.modules.module._global_forward_hooks_with_kwargs", _NO_GUARD)
+
+OPTIMIZER_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (
+    _find("optim.optimizer._global_optimizer_pre_hooks", "nothing can be frozen"),
+    _find("optim.optimizer._global_optimizer_post_hooks", "nothing can be frozen"),
+)
 """Torch's tables of hooks before and after every step of every optimizer; a key may be anything."""
 
 
@@ -311,7 +378,7 @@ class ModuleCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-_MODULE_CALL = torch.nn.Module._call_impl.__code__
+_MODULE_CALL = _find("nn.Module._call_impl", "errors do not name the layer they came from", _refuse).__code__
 
 
 def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
@@ -332,9 +399,9 @@ def watched_modules(patches: Patches, enter: Callable[..., None], leave: Callabl
     """Call functions around the forward of every module, as long as the block lasts."""
     key = object()
     with patches.block():
-        patches.put(module_hooks._global_forward_hooks_with_kwargs, key, True)
-        patches.put(module_hooks._global_forward_hooks, key, leave)
-        patches.put(module_hooks._global_forward_pre_hooks, key, enter)
+        patches.put(_HOOKS_WITH_KWARGS, key, True)
+        patches.put(MODULE_HOOKS[1], key, leave)
+        patches.put(MODULE_HOOKS[0], key, enter)
         yield
 
 
@@ -357,9 +424,8 @@ def compiled_as_written(patches: Patches) -> Iterator[None]:
 
 def run_as_written(patches: Patches) -> None:
     """Run compiled functions and modules as they were written, until the patches are undone."""
-    from torch._dynamo import eval_frame
-
-    patches.put(vars(eval_frame), "_stance", eval_frame.DynamoStance("force_eager"))
+    stance = _find("_dynamo.eval_frame.DynamoStance", "compiled models cannot be run as they were written")
+    patches.put(vars(sys.modules["torch._dynamo.eval_frame"]), "_stance", stance("force_eager"))
 
 
 # --- Models that several processes share ----------------------------------------------------------------------------
@@ -368,8 +434,23 @@ def run_as_written(patches: Patches) -> None:
 Replica = DistributedDataParallel
 
 
+_REPLICA = """_comm_hooks mixed_precision _delay_all_reduce_params _use_python_reducer _join_config static_graph
+    reducer _sync_buffers require_backward_grad_sync require_forward_param_sync"""
+_NO_SHARDS = "the guard and Rewind cannot work with FSDP2 models"
+_SHARD = "_lazy_init _training_state _root_post_backward_final_callback _state_ctx"
+_SHARD_GROUP = "mesh_info fsdp_params unshard wait_for_unshard reshard _training_state"
+
+
+def _check_names(thing: object, names: str, lost: str) -> None:
+    """Say which private name of an object is missing, before anything is done with it."""
+    for name in names.split():
+        if not hasattr(thing, name):
+            _Missing(f"{type(thing).__name__}.{name}", lost)()
+
+
 def replica_obstacle(replica: Replica) -> str | None:
     """Tell what of a replica's way to reduce gradients cannot be done by others."""
+    _check_names(replica, _REPLICA, "the guard cannot work with DistributedDataParallel")
     if replica._comm_hooks:
         return "a communication hook"
     if replica.mixed_precision is not None:
@@ -419,7 +500,9 @@ def shard_roots(model: torch.nn.Module) -> list[Any]:
 
 def shard_group(root: Any) -> distributed.ProcessGroup | None:
     """Give the processes that share a sharded module: of its mesh, or all where the mesh has several dimensions."""
-    groups = [group for state in _states(root) for group in state._fsdp_param_groups]
+    groups = [group for state in _states(root) for group in _groups_of(state)]
+    for group in groups:
+        _check_names(group, _SHARD_GROUP, _NO_SHARDS)
     meshes = {group.mesh_info.mesh for group in groups}
     if len(meshes) != 1:
         return None
@@ -438,51 +521,64 @@ def alone_in_shards(roots: Sequence[Any]) -> Iterator[None]:
 
     Every process enters. Inside, `parameters()` gives whole parameters, and their gradients are plain ones.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
+    training_state = _find("distributed.fsdp._fully_shard._fsdp_common.TrainingState", _NO_SHARDS)
     for root in roots:
         root._get_fsdp_state()._lazy_init()
     states = [state for root in roots for state in _states(root)]
     for state in states:
-        for group in state._fsdp_param_groups:
+        for group in _groups_of(state):
             group.unshard()
             group.wait_for_unshard()
         # In this state, made for recomputing activations, the hooks of a forward only cast what they are given.
-        state._training_state = TrainingState.PRE_BACKWARD
+        state._training_state = training_state.PRE_BACKWARD
     try:
         yield
     finally:
         for state in states:
-            state._training_state = TrainingState.IDLE
-            for group in state._fsdp_param_groups:
-                group._training_state = TrainingState.IDLE
+            state._training_state = training_state.IDLE
+            for group in _groups_of(state):
+                group._training_state = training_state.IDLE
                 group.reshard()
 
 
 def reduce_shards(roots: Sequence[Any]) -> None:
     """Do with whole gradients what the end of a backward does: mean over processes, each its shard; or accumulate."""
     for root in roots:
-        root._get_fsdp_state()._root_post_backward_final_callback()
+        state = root._get_fsdp_state()
+        # From torch 2.15 on, the pre-backward hook notes whether the user finishes a backward; here it has not run.
+        if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
+            state._state_ctx.manual_backward_finalization_active = state._state_ctx.manual_backward_finalization
+        state._root_post_backward_final_callback()
 
 
 def _states(root: Any) -> list[Any]:
     modules = (module for module in root.modules() if _is_shard(module))
-    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+    states = list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+    for state in states:
+        _check_names(state, _SHARD, _NO_SHARDS)
+    return states
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """List the groups of parameters of an FSDP2 state; up to torch 2.10 there is at most one."""
+    if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
 
 
 # --- Shared memory, and many tensors at once ------------------------------------------------------------------------
 
 
-base_of = attrgetter("_base")
+_TENSOR = torch.empty(0, device="cpu")
+base_of = _find_attribute(_TENSOR, "_base", "gates cannot tell views from other tensors")
 """Give the tensor that a tensor is a view of, or None."""
 
-version_of = attrgetter("_version")
+version_of = _find_attribute(_TENSOR, "_version", "in-place writes are not seen")
 """Count the in-place writes that autograd has seen; a RuntimeError for a tensor of inference mode."""
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Tell whether autograd takes a tensor for a view of another."""
-    return tensor._is_view()
+is_view: Callable[[torch.Tensor], bool] = _find("Tensor._is_view", _NO_DOCTOR)
+"""Tell whether autograd takes a tensor for a view of another."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -491,7 +587,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-copy_on_write = torch._lazy_clone
+copy_on_write: Callable[[torch.Tensor], torch.Tensor] = _find("_lazy_clone", "a gate costs more", _refuse)
 """Share memory until one of the two is written to; `recorded_without_copy` says where that may and can be done."""
 
 
@@ -524,15 +620,26 @@ def without_copy(x: torch.Tensor) -> torch.Tensor:
 def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors in one call; half the time of a loop."""
     if destinations:
-        torch._foreach_copy_(destinations, sources)
+        _copy_all(destinations, sources)
 
 
-add_tensors = torch._foreach_add_
+def _one_by_one(method: str) -> Callable[..., None]:
+    """Give a loop that does what a `_foreach` function does."""
+
+    def loop(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for destination, source in zip(destinations, sources, strict=True):
+            getattr(destination, method)(source)
+
+    return loop
+
+
+_copy_all = _find("_foreach_copy_", "copies of buffers take longer", _one_by_one("copy_"))
+add_tensors = _find("_foreach_add_", "an interrupt can leave half of the gradients added", _one_by_one("add_"))
 """Add many tensors to as many others in place, in one call that no interrupt can split."""
 
 
 # A name of its own and no function around it: it is called in every step.
-find_non_finite = torch._amp_foreach_non_finite_check_and_unscale_
+find_non_finite = _find("_amp_foreach_non_finite_check_and_unscale_", "the check for NaN takes longer", _refuse)
 """Set `found`, a float32 tensor of one element, to 1 if any element of any tensor is NaN or infinite.
 
 `find_non_finite(tensors, found, one)` is what GradScaler uses: one fused pass that does not wait for the device and
@@ -542,9 +649,12 @@ several devices) are a RuntimeError.
 """
 
 
+_use_count = _find("_C._storage_Use_Count", "the guard cannot work with DistributedDataParallel")
+
+
 def memory_holders(tensor: torch.Tensor) -> int:
     """Count who holds the memory of a tensor: the tensors that lie in it, whoever has them, and this look at it."""
-    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    holders: int = _use_count(tensor.untyped_storage()._cdata)
     return holders
 
 
@@ -571,27 +681,35 @@ def write_mark(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 # Bound once: these are asked in every call of a small function, and each dot takes its time.
-_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_is_batched_in_the_old_way = torch._C._functorch.is_legacy_batchedtensor
+_NO_FAKES, _NO_VMAP = "FakeTensorMode is not noticed", "vmap is not noticed"
+_dispatch_mode = _find("_C._get_dispatch_mode", _NO_FAKES, lambda key: None)
+_FAKE = _find("_C._TorchDispatchModeKey.FAKE", _NO_FAKES, None)
+_FAKE_TENSOR = _find("_subclasses.fake_tensor.FakeTensor", _NO_FAKES, ())
+_is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", _NO_VMAP, lambda tensor: False)
+_is_batched = _find("_C._functorch.is_batchedtensor", _NO_VMAP, lambda tensor: True)
+_is_batched_in_the_old_way = _find("_C._functorch.is_legacy_batchedtensor", _NO_VMAP, lambda tensor: False)
+_unwrapped = _find("_C._functorch.get_unwrapped", _NO_VMAP)
 
-inside_functorch = torch._C._are_functorch_transforms_active
+inside_functorch = _find("_C._are_functorch_transforms_active", "torch.func is not noticed", lambda: False)
 """Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
 
 
 # torch.compile keeps it in the graph, FakeTensorMode knows it, a GPU runs it without waiting; vmap has no rule for it.
-assert_later = torch._assert_async
+assert_later = _find("_assert_async", "an empty slice is not noticed in compiled code", lambda *args: None)
 """Raise a RuntimeError with this message when the device finds the condition false; nothing waits for it."""
+
+
+_find("autograd.forward_ad._current_level", "forward-mode differentiation is not noticed", None)
 
 
 def inside_forward_mode() -> bool:
     """Tell whether a level of forward-mode differentiation is open in this thread (torch.func.jvp opens one too)."""
-    return forward_ad._current_level >= 0
+    return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def is_traced() -> bool:
     """Tell whether torch.compile, torch.func or forward-mode differentiation looks at this call."""
-    return is_compiling() or inside_functorch() or forward_ad._current_level >= 0
+    return is_compiling() or inside_functorch() or inside_forward_mode()
 
 
 def has_data(*tensors: torch.Tensor) -> bool:
@@ -610,16 +728,18 @@ def has_data(*tensors: torch.Tensor) -> bool:
 
 def _is_concrete(tensor: torch.Tensor) -> bool:
     while _is_wrapped(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
+        if _is_batched(tensor):
             return False
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = _unwrapped(tensor)
     # torch.autograd.grad(is_grads_batched=True) still runs backward under the older vmap, which nothing above sees.
-    return not (_is_batched_in_the_old_way(tensor) or tensor.is_meta or isinstance(tensor, FakeTensor))
+    return not (_is_batched_in_the_old_way(tensor) or tensor.is_meta or isinstance(tensor, _FAKE_TENSOR))
 
 
-_keys_of = torch._C._dispatch_keys
+_NO_KERNELS = "the native kernels are not used"
+_open_modes = _find("_C._len_torch_dispatch_stack", _NO_KERNELS, lambda: 1)
+_keys_of = _find("_C._dispatch_keys", _NO_KERNELS, lambda tensor: SimpleNamespace(raw_repr=object))
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_PLAIN_KEYS = {_keys_of(torch.empty(0, device="cpu")).raw_repr()}
+_PLAIN_KEYS = {_keys_of(_TENSOR).raw_repr()}
 with torch.inference_mode():
     _PLAIN_KEYS.add(_keys_of(torch.empty(0, device="cpu")).raw_repr())
 
@@ -629,7 +749,7 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
 
     False for subclasses, other devices and layouts, what vmap batches, conjugate views, and autograd's zeros.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if _open_modes():
         return False
     for x in tensors:  # noqa: SIM110 - `all` and a generator take longer than the answer
         if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_KEYS:
@@ -637,10 +757,34 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     return True
 
 
-storage_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
+storage_address: Callable[[torch.Tensor], int]
+storage_address = _find("_C._data_address", "the native kernels copy more", torch.Tensor.data_ptr)
 """Give the address of a tensor's storage; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
 
 
 def holds_its_values(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has its values in memory of its own, and does not wrap or only imitate others."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+tree_flatten: Callable[..., tuple[list[Any], Any]] = _find(
+    "utils._pytree.tree_flatten", "nested batches cannot be read"
+)
+tree_unflatten = _find("utils._pytree.tree_unflatten", "nested batches cannot be read")
+
+
+def _warn_of_version(version: str) -> None:
+    """Say that the tests have not run on this version of torch, and what is lost."""
+    number = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= number <= NEWEST:
+        losses = [f"\n- {name} is missing: {lost}" for name, lost in MISSING.items()]
+        warnings.warn(
+            f"gradgate is tested on torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, and this is {version}. "
+            f"{'All that gradgate needs of torch is there.' if not losses else 'Not all that it needs is there:'}"
+            + "".join(losses),
+            GradgateWarning,
+            stacklevel=2,
+        )
+
+
+_warn_of_version(torch.__version__)

@@ -580,9 +580,9 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, (_Tensor, list, tuple)))
 
 
-class _Operations(DispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(DispatchMode):
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

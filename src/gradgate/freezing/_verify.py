@@ -242,7 +242,7 @@ def computed_by(module: nn.Module, name: str) -> str:
     if (parametrizations := _parametrizations_of(module, name)) is not None:
         kinds = [type(each).__name__.lstrip("_") for each in parametrizations]
     else:
-        kinds = [type(hook).__name__ for hook in forward_pre_hooks(module) if computed_name(hook) == name]
+        kinds = [type(hook).__name__ for hook in forward_pre_hooks(module).values() if computed_name(hook) == name]
     return " and ".join(kinds)
 
 
