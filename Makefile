@@ -2,20 +2,20 @@
 # and neither installs again while pyproject.toml stays as it is.
 
 PYTHON ?= python3
+TORCH ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-# torch comes first and exactly: any looser wording pulls a build with gigabytes of CUDA.
-TORCH := torch==2.13.0
 
-.PHONY: help demo test quick check bench bench-quick docs page browser clean
+.PHONY: help demo test quick check compat bench bench-quick docs page browser clean
 
 help:                     ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
 
+# torch comes first and exactly: any looser wording pulls a build with gigabytes of CUDA.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install "$(TORCH)"
+	$(PIP) install "torch==$(TORCH)"
 	@touch $@
 
 # Installing compiles the native kernels; hatch_build.py in place is what a change of the C files needs.
@@ -53,6 +53,13 @@ quick: check              ## static checks, and the tests that are neither slow 
 test: check docs $(VENV)/.frameworks ## everything that must pass
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+# The same targets with another environment: make compat TORCH=2.15.0 PYTHON=python3.13
+OTHER := .venv-torch$(TORCH)-$(notdir $(PYTHON))
+
+compat:                   ## the tests on another torch or Python, and a row in docs/compatibility.md
+	$(MAKE) --no-print-directory VENV=$(OTHER) $(OTHER)/.dev
+	$(OTHER)/bin/python -m tests.compat $(TESTS)
+
 bench: $(VENV)/.dev       ## every benchmark, its goal, and benchmarks/results.md
 	$(BIN)/python -m benchmarks --write
 	$(BIN)/python -m benchmarks.cited
@@ -71,4 +78,4 @@ browser:                  ## chromium for the tests of the page, where it can be
 	.ci/browser
 
 clean:                    ## remove what was built, and the environment
-	rm -rf $(VENV) site web/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch* site web/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""One file knows the private names of torch."""
+"""One file knows the private names of torch; which versions of torch are tested."""
 
 import ast
 import importlib.util
@@ -14,6 +14,7 @@ import torch
 import gradgate
 from gradgate import _torch_private
 from gradgate.errors import GradgateError, GradgateWarning
+from tests import compat
 
 PACKAGE = Path(gradgate.__file__).parent
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_torch_private.py"]
@@ -241,3 +242,30 @@ def test_the_library_works_as_far_as_it_can():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "done", done.stderr
     assert len(replaced) > 10
+
+
+# --- the table of runs -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_replaces_the_row_of_the_same_versions():
+    page = f"before\n\n{compat.HEAD}"
+    for torch_version, python, passed in (("2.9.0", "3.11.7", 1), ("2.15.0", "3.11.7", 2), ("2.9.0", "3.11.7", 3)):
+        outcomes = dict.fromkeys(range(passed), "passed") | {"a": "skipped", "b": "failed", "c": "not run"}
+        page = compat.with_row(page, compat.row(torch_version, python, "2026-11-16", outcomes))
+    assert page == (
+        f"before\n\n{compat.HEAD}"
+        "| 2.15.0 | 3.11.7 | 2026-11-16 | 2 | 1 | 1 | 1 |\n"
+        "| 2.9.0 | 3.11.7 | 2026-11-16 | 3 | 1 | 1 | 1 |\n"
+    )
+
+
+def test_the_pages_and_the_package_say_the_same_versions():
+    oldest, newest = (f"{major}.{minor}" for major, minor in (_torch_private.OLDEST, _torch_private.NEWEST))
+    root = PACKAGE.parents[1]
+    assert f'"torch>={oldest},<3"' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    for page in ("README.md", "docs/compatibility.md"):
+        assert re.search(rf"torch {oldest} to {newest}", (root / page).read_text(encoding="utf-8"), re.IGNORECASE)
+    rows = compat.TABLE.search((root / "docs/compatibility.md").read_text(encoding="utf-8"))[1].splitlines()
+    for row in rows:
+        version = tuple(map(int, row.split("|")[1].split(".")[:2]))
+        assert _torch_private.OLDEST <= version <= _torch_private.NEWEST
