@@ -70,10 +70,10 @@ def page():
     """Give the text of the page."""
     entries = places()
     parts = [HEAD]
-    for room_name in sorted(gradgate._ROOMS, key=lambda room: (*ORDER, room).index(room)):
+    for room_name in sorted(gradgate._PACKAGES, key=lambda room: (*ORDER, room).index(room)):
         room = getattr(gradgate, room_name)
         parts.append(f"\n## {room_name}\n\n{room.__doc__.strip().splitlines()[0]}\n\n| name | |\n|---|---|\n")
-        at_root = [name for name in room.__all__ if gradgate._ROOM_OF.get(name) == room_name]
+        at_root = [name for name in room.__all__ if gradgate._PACKAGE_OF.get(name) == room_name]
         for name in [*at_root, *(name for name in room.__all__ if name not in at_root)]:
             shown = f"gg.{name}" if name in at_root else f"{room_name}.{name}"
             full = f"gradgate.{room_name}.{name}"

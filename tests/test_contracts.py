@@ -26,8 +26,8 @@ def fresh(code):
 
 def public_names():
     """Every name of ours that users may rely on, with its room: those of the root and those of the public rooms."""
-    pairs = set(gradgate._ROOM_OF.items())
-    pairs |= {(name, room) for room in gradgate._ROOMS for name in getattr(gradgate, room).__all__}
+    pairs = set(gradgate._PACKAGE_OF.items())
+    pairs |= {(name, room) for room in gradgate._PACKAGES for name in getattr(gradgate, room).__all__}
     return {
         f"gradgate.{room}.{name}"
         for name, room in pairs
@@ -49,7 +49,7 @@ def test_the_lazy_table_says_what_the_type_checker_sees():
         for alias in node.names
         if node.module.startswith("gradgate.")
     }
-    assert typed == gradgate._ROOM_OF
+    assert typed == gradgate._PACKAGE_OF
 
 
 def test_every_public_name_can_be_had():
@@ -71,7 +71,7 @@ def test_every_public_name_is_documented_and_nothing_else_is():
 
 
 def test_no_public_name_is_the_name_of_a_room():
-    assert not set(gradgate._ROOM_OF) & {path.stem for path in PACKAGE.iterdir()}
+    assert not set(gradgate._PACKAGE_OF) & {path.stem for path in PACKAGE.iterdir()}
 
 
 def test_every_differentiable_name_is_in_the_truth_table():
@@ -121,7 +121,7 @@ def test_the_root_and_the_paper_rooms_do_not_load_torch(module):
 
 
 def test_that_test_can_fail():
-    assert fresh("import sys, gradgate._names; print('torch' in sys.modules)") == "True"
+    assert fresh("import sys, gradgate._checks; print('torch' in sys.modules)") == "True"
 
 
 def test_the_import_loads_next_to_nothing():
@@ -129,4 +129,4 @@ def test_the_import_loads_next_to_nothing():
 
 
 def test_that_count_can_fail():
-    assert modules_loaded_by("gradgate._names") > 100
+    assert modules_loaded_by("gradgate._checks") > 100

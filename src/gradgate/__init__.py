@@ -1,6 +1,6 @@
 """Decide, value by value, what your PyTorch model learns from - and keep training when some of the values are bad.
 
-The root is lazy: a room, and with it torch, is loaded when one of its names is first used.
+The root is lazy: a package, and with it torch, is loaded when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from gradgate.replaying import replay as replay
     from gradgate.rewind import Rewind as Rewind
 
-# Each public name and the room that it lives in; tests/test_contracts.py keeps this equal to the imports above.
-_ROOM_OF = {
+# Each public name and the package that defines it; tests/test_contracts.py keeps this equal to the imports above.
+_PACKAGE_OF = {
     "ClipGrad": "gates",
     "Diagnosis": "doctor",
     "Finding": "records",
@@ -110,7 +110,7 @@ _ROOM_OF = {
     "watch": "doctor",
     "without": "loading",
 }
-_ROOMS = (
+_PACKAGES = (
     "doctor",
     "edits",
     "errors",
@@ -129,16 +129,20 @@ _ROOMS = (
     "testing",
 )
 
-__all__ = ["__version__", *_ROOM_OF, *_ROOMS]  # noqa: PLE0604 - all of them are text
+__all__ = ["__version__", *_PACKAGE_OF, *_PACKAGES]  # noqa: PLE0604 - all of them are text
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOM_OF:
-        value = getattr(import_module(f"gradgate.{_ROOM_OF[name]}"), name)
-    elif name in _ROOMS:
+    if name in _PACKAGE_OF:
+        value = getattr(import_module(f"gradgate.{_PACKAGE_OF[name]}"), name)
+    elif name in _PACKAGES:
         value = import_module(f"gradgate.{name}")
     else:
-        raise AttributeError(f"module 'gradgate' has no attribute {name!r}")
+        from difflib import get_close_matches  # Here, because `import gradgate` loads next to nothing.
+
+        best = [] if name.startswith("_") else get_close_matches(name, __all__, n=1)
+        guess = f"; did you mean {best[0]}?" if best else ""
+        raise AttributeError(f"module 'gradgate' has no attribute {name!r}{guess}", name=name)
     globals()[name] = value
     return value
 

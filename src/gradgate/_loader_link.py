@@ -27,7 +27,7 @@ MOST_AHEAD = 2
 """How many batches a wrapper may load ahead for the steps of loading incidents to be those of their batches."""
 
 
-class Training(Protocol):
+class StepCounter(Protocol):
     """A guard, as far as a loader needs it."""
 
     run: str
@@ -43,7 +43,7 @@ class LoaderIds(tuple[str | None, ...]):
 
     source: GivenBatches | None = None
 
-    def if_current(self, training: Training, size: int) -> LoaderIds | None:
+    def if_current(self, training: StepCounter, size: int) -> LoaderIds | None:
         """Give the ids if the loader has given as many batches as the guard has made steps, and this one."""
         return (
             self if self.source is not None and self.source.gave_only_this_to(training) and len(self) == size else None
@@ -97,7 +97,7 @@ class GivenBatches:
         self._in_epoch, self._first_step = 0, None
         self.position()
 
-    def follow(self, training: Training) -> None:
+    def follow(self, training: StepCounter) -> None:
         """Number incidents by a guard's steps and epochs from now on."""
         if self._training is None or self._training() is not training:
             self._training, self._first_step = ref(training), None
@@ -139,14 +139,14 @@ class GivenBatches:
             ahead = 0  # not every batch is trained on, as in a validation loop
         return {"run": training.run, "step": training.global_step + ahead, "epoch": training.epoch}
 
-    def gave_only_this_to(self, training: Training) -> bool:
+    def gave_only_this_to(self, training: StepCounter) -> bool:
         """Tell whether the guard has made a step with each batch of the epoch but the last."""
         if self._first_step is None or not self._followed_from_start or self._find_training() is not training:
             return False
         return self._first_step + self._in_epoch - training._steps_made == 1
 
-    def _find_training(self) -> Training | None:
-        training: Training | None = None if self._training is None else self._training()
+    def _find_training(self) -> StepCounter | None:
+        training: StepCounter | None = None if self._training is None else self._training()
         if training is None and self._sink is not None:
             for training, keys in reversed(list(_TRAININGS.items())):
                 if self._sink in keys:
@@ -156,12 +156,12 @@ class GivenBatches:
         return training
 
 
-def announce(training: Training, sinks: Iterable[Any]) -> None:
+def announce(training: StepCounter, sinks: Iterable[Any]) -> None:
     """Say where the incidents of a guard go, so that loaders with the same ledger have the guard's steps and epochs."""
     _TRAININGS[training] = [_key(sink) for sink in sinks]
 
 
-def follow(loader: Any, batch: Any, training: Training) -> None:
+def follow(loader: Any, batch: Any, training: StepCounter) -> None:
     """Let the loader, or the loader that gave this batch, number its incidents by the steps of a guard."""
     given = getattr(loader, "_given", None)
     if isinstance(given, GivenBatches):

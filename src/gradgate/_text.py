@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,3 +114,12 @@ def json_text(value: Any, *, indent: int | None = None, depth: int = 100) -> str
 def _escape(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+
+
+def user_level() -> int:
+    """Give the `stacklevel` with which `warnings.warn` in the calling function names the line of the user."""
+    level, frame = 1, sys._getframe(1)
+    inner = {"gradgate", "torch", "contextlib"}
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from gradgate._names import describe, listed
+from gradgate._names import describe, listed, suggest_names
 from gradgate._payload import Fields, decode, missing_in
 from gradgate._source import raising_line
 from gradgate._state import restored
@@ -591,3 +591,6 @@ def _imported(entry: str) -> tuple[str, str]:
 def _one_line(text: str) -> str:
     """Keep a text from a ledger, which anyone may have written, inside its comment."""
     return "".join(character if character.isprintable() else " " for character in text)[:300]
+
+
+suggest_names(__name__)

@@ -15,7 +15,7 @@ import torch
 
 from gradgate import freezing
 from gradgate._checks import check_module
-from gradgate._names import describe
+from gradgate._names import describe, suggest_names
 from gradgate.doctor import Diagnosis, diagnose
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Finding
@@ -203,3 +203,6 @@ def _losses(model: torch.nn.Module, step: Callable[[], torch.Tensor], steps: int
             optimizer.step()
             losses.append(float(loss.detach()))
     return losses[0], losses[-1]
+
+
+suggest_names(__name__)

@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 import gradgate as gg
 from gradgate.cli import main
-from gradgate.cli.demo._data import FAULTS, load
-from gradgate.cli.demo._trainings import Training, guarded
+from gradgate.cli.demo._trainings import FAULTS, Training, guarded, load
 from tests.report.reading import data_of
 
 

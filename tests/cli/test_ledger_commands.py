@@ -197,7 +197,7 @@ def test_help_and_version():
 @pytest.fixture
 def terminal(monkeypatch):
     monkeypatch.setattr(_output, "on_a_terminal", lambda: True)
-    monkeypatch.setattr("gradgate.cli._ledger.on_a_terminal", lambda: True)
+    monkeypatch.setattr("gradgate.cli._ledger_commands.on_a_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
 
 

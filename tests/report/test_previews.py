@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradgate._payload import encode
 from gradgate.records import Incident
 from gradgate.report import _incidents
-from gradgate.report._incidents import Budget, choose_previews, look_at
+from gradgate.report._columns import Budget, choose_previews, look_at
 from tests.report.made import MemoryBook
 
 Pair = namedtuple("Pair", ["left", "right"])

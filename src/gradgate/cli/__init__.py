@@ -18,6 +18,7 @@ import click
 
 import gradgate
 from gradgate._text import visible
+from gradgate.cli._output import CommandGroup
 from gradgate.errors import GradgateError
 
 __all__ = ["main"]
@@ -26,13 +27,13 @@ __all__ = ["main"]
 _COMMANDS = {
     "doctor": ("gradgate.cli._doctor", "Run a script of yours and say why it does not learn."),
     "demo": ("gradgate.cli.demo", "Why this library exists, on real data, in under two minutes."),
-    "ledger": ("gradgate.cli._ledger", "What was dropped, why, and what was decided about it."),
+    "ledger": ("gradgate.cli._ledger_commands", "What was dropped, why, and what was decided about it."),
     "report": ("gradgate.cli._report", "What happened, on one page; with --serve while it happens."),
     "replay": ("gradgate.cli._replay", "Run one recorded sample again, or make a test of it."),
 }
 
 
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """The commands, loaded one by one; what gradgate raises is shown without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -5,10 +5,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 
 import click
 
 from gradgate._text import json_text, plain, visible
+
+
+class CommandGroup(click.Group):
+    """Commands; a misspelt one gets an error that names the nearest."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if not args[0].startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            best = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            guess = f" Did you mean {best[0]!r}?" if best else ""
+            ctx.fail(f"No such command {args[0]!r}.{guess}")
+        return super().resolve_command(ctx, args)
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

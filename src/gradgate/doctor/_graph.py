@@ -13,7 +13,7 @@ from typing import Literal, TypedDict
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from gradgate._held import held_elements
+from gradgate._state import frozen_elements
 from gradgate._torch_private import node_number, undispatched
 from gradgate.doctor._backward_hooks import LOSS, GradientPath
 from gradgate.doctor._case import Case
@@ -141,7 +141,7 @@ def _gradient_norm(gradients: list[Gradient]) -> Norm:
 
 def _module_entry(case: Case, name: str, module: torch.nn.Module, calls: int, spoiled: bool) -> GraphModule:
     own = [parameter for parameter in _own(module) if not isinstance(parameter, UninitializedParameter)]
-    elements, frozen = sum(p.numel() for p in own), sum(held_elements(p) for p in own)
+    elements, frozen = sum(p.numel() for p in own), sum(frozen_elements(p) for p in own)
     norm = _gradient_norm([case.gradient(p) for p in own])
     state: Literal["ok", "frozen", "no_gradient", "nonfinite"] = "ok"
     if spoiled or isinstance(norm, str):
@@ -186,7 +186,7 @@ def _edge_entry(case: Case, source: int, target: int, edge: Edge, codes: dict[st
 
 
 def _layer(case: Case, name: str, parameter: torch.Tensor, module: int | None) -> Layer:
-    gradient, held = case.gradient(parameter), held_elements(parameter)
+    gradient, held = case.gradient(parameter), frozen_elements(parameter)
     weight = gradient.weight_norm
     if math.isnan(weight) and is_readable(parameter):
         with undispatched(), torch.no_grad():

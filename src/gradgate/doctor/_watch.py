@@ -16,6 +16,7 @@ from gradgate._finite import FiniteCheck
 from gradgate._names import describe, listed
 from gradgate._patches import Patches, to_the_end
 from gradgate._state import RandomState
+from gradgate._text import user_level
 from gradgate._torch_private import ThreadModes, copy_tensors, step_hooks, undispatched, write_grad_mode
 from gradgate.doctor._case import namespaces_of
 from gradgate.doctor._diagnose import Examination
@@ -269,7 +270,7 @@ class Watch:
             fix = worst[0].fix if worst else "gg.Guard(model)   # drops the samples that are to blame"
         if self._on_bad == "raise":
             raise BadStepError(what, why=why, fix=fix, diagnosis=self.diagnosis)
-        warnings.warn(BadStepWarning(f"{what}\nWhy: {why}\nFix: {fix}"), stacklevel=5)
+        warnings.warn(BadStepWarning(f"{what}\nWhy: {why}\nFix: {fix}"), stacklevel=user_level())
         if self._on_bad == "skip":
             # Every optimizer leaves a parameter without gradient alone: bit for bit, with its momentum.
             for parameter in held:

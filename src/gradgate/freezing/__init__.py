@@ -23,11 +23,12 @@ checksum, and `verify` proves with it that nothing moved, by whatever way.
 
 from __future__ import annotations
 
+from gradgate._names import suggest_names
 from gradgate.freezing._layers import FreezeHandle, freeze, thaw, train_only
 from gradgate.freezing._pins import Pin, pin
-from gradgate.freezing._rows import RowTraining, merge_rows, train_rows
 from gradgate.freezing._schedule import FreezeSchedule
 from gradgate.freezing._table import Totals, TrainableTable, trainable
+from gradgate.freezing._train_rows import RowTraining, merge_rows, train_rows
 from gradgate.freezing._verify import assert_frozen
 
 __all__ = [
@@ -46,3 +47,5 @@ __all__ = [
     "Totals",
     "assert_frozen",
 ]
+
+suggest_names(__name__)

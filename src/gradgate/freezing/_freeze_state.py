@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
-from gradgate._held import HOLD, WATCHERS, watchers_of
+from gradgate._state import FREEZES, WATCHERS, watchers_of
 from gradgate._torch_private import OPTIMIZER_HOOKS, parameters_of, write_count
 
 # --- Which elements are frozen --------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ from gradgate._torch_private import OPTIMIZER_HOOKS, parameters_of, write_count
 _FEW = 32  # single elements are addressed one by one up to one in so many; beyond that a dense mask is cheaper
 
 
-class Region:
+class FrozenRegion:
     """Some elements of a parameter; `count` says how many."""
 
     count: int
@@ -76,7 +76,7 @@ class Region:
         return tuple(int(i) for i in torch.unravel_index(at, shape))
 
 
-class Everything(Region):
+class Everything(FrozenRegion):
     """All elements."""
 
     def __init__(self, count: int) -> None:
@@ -101,7 +101,7 @@ class Everything(Region):
         return tuple(int(i) for i in torch.unravel_index(torch.tensor(number), shape))
 
 
-class Rows(Region):
+class Rows(FrozenRegion):
     """Whole rows: places along the first dimension."""
 
     def __init__(self, index: torch.Tensor, shape: torch.Size) -> None:
@@ -153,7 +153,7 @@ class Rows(Region):
         return (int(self.index[row]), *(int(i) for i in inner))
 
 
-class Points(Region):
+class Points(FrozenRegion):
     """A few single elements, each by its index."""
 
     def __init__(self, mask: torch.Tensor) -> None:
@@ -180,7 +180,7 @@ class Points(Region):
         return mask
 
 
-class Elements(Region):
+class Elements(FrozenRegion):
     """Many single elements, as a dense mask."""
 
     def __init__(self, mask: torch.Tensor) -> None:
@@ -220,7 +220,7 @@ class Elements(Region):
         return self.frozen.to(device)
 
 
-def region_of(mask: torch.Tensor) -> Region:
+def region_of(mask: torch.Tensor) -> FrozenRegion:
     """Give the cheapest region for a mask of the parameter's shape; True is frozen."""
     if mask.dim() == 0 or mask.numel() == 0:
         return Elements(mask)
@@ -231,7 +231,7 @@ def region_of(mask: torch.Tensor) -> Region:
     return Points(mask) if int(mask.sum()) * _FEW <= mask.numel() else Elements(mask)
 
 
-def union(regions: Iterable[Region], like: torch.Tensor) -> Region | None:
+def union(regions: Iterable[FrozenRegion], like: torch.Tensor) -> FrozenRegion | None:
     """Give the region that holds what any of these holds."""
     regions = list(regions)
     if len(regions) < 2:
@@ -418,10 +418,10 @@ class FreezeState(Watcher):
 
     def __init__(self) -> None:
         self.freezes: dict[str, str] = {}
-        self.pins: dict[str, Region] = {}
+        self.pins: dict[str, FrozenRegion] = {}
         self.learned = True
         self.synchronised = False
-        self._region: Region | None = None
+        self._region: FrozenRegion | None = None
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
@@ -460,7 +460,7 @@ class FreezeState(Watcher):
             parameter.requires_grad_(self.learned)
         self._changed(parameter)
 
-    def pin(self, parameter: torch.Tensor, token: str, region: Region) -> None:
+    def pin(self, parameter: torch.Tensor, token: str, region: FrozenRegion) -> None:
         """Add pinned elements."""
         self.pins[token] = region
         self._changed(parameter)
@@ -475,7 +475,7 @@ class FreezeState(Watcher):
         if not self.freezes and not self.pins:
             if self._hook is not None:
                 self._hook.remove()
-            detach(parameter, HOLD)
+            detach(parameter, FREEZES)
             return
         self._kept, self._stepping = None, None
         self._met.clear()
@@ -588,7 +588,7 @@ def _mark(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 def freeze_state_of(parameter: torch.Tensor) -> FreezeState | None:
     """Give the freeze state of a parameter, if it has one."""
-    return watchers_of(parameter).get(HOLD)
+    return watchers_of(parameter).get(FREEZES)
 
 
 def make_freeze_state(parameter: torch.Tensor) -> FreezeState:
@@ -596,7 +596,7 @@ def make_freeze_state(parameter: torch.Tensor) -> FreezeState:
     frozen = freeze_state_of(parameter)
     if frozen is None:
         frozen = FreezeState()
-        attach(parameter, HOLD, frozen)
+        attach(parameter, FREEZES, frozen)
     return frozen
 
 

@@ -14,7 +14,7 @@ from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError
 from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
 from gradgate.freezing._layers import bare, has_statistics, held_statistics, named_modules, named_parameters, ties_of
-from gradgate.freezing._rows import rows_of
+from gradgate.freezing._train_rows import rows_of
 
 
 @dataclass(frozen=True)

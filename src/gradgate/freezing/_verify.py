@@ -24,7 +24,7 @@ from gradgate import _kernels
 from gradgate._names import describe
 from gradgate._torch_private import computed_name, forward_pre_hooks, parameters_of
 from gradgate.errors import ArgumentTypeError, FrozenMovedError
-from gradgate.freezing._freeze_state import Region
+from gradgate.freezing._freeze_state import FrozenRegion
 
 # --- Checksums ------------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,9 @@ def assert_frozen(*handles: Verifiable) -> None:
         handle.verify()
 
 
-def check_unmoved(name: str, tensor: torch.Tensor, region: Region, then: Fingerprint, how: str = "") -> Fingerprint:
+def check_unmoved(
+    name: str, tensor: torch.Tensor, region: FrozenRegion, then: Fingerprint, how: str = ""
+) -> Fingerprint:
     """Compare frozen elements with their fingerprint, and give the one to compare with next time."""
     # That is a new one if the tensor was converted to another dtype since, because that rounds on purpose. `how` says
     # what computes the tensor, if it is not a parameter.
@@ -221,7 +223,7 @@ _FIX = "handle.accept()   # if the new values are meant, as after load_state_dic
 def _what(
     name: str,
     tensor: torch.Tensor,
-    region: Region,
+    region: FrozenRegion,
     values: torch.Tensor,
     first: int,
     last: int,

@@ -1,5 +1,6 @@
 """What a gradient meets on its way back: gates that leave the values alone and act on the gradient."""
 
+from gradgate._names import suggest_names
 from gradgate.gates._functions import clip_grad as clip_grad
 from gradgate.gates._functions import finite_grad as finite_grad
 from gradgate.gates._functions import gate as gate
@@ -27,3 +28,5 @@ __all__ = [
     "ClipGrad",
     "FiniteGrad",
 ]
+
+suggest_names(__name__)

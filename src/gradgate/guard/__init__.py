@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from gradgate._names import suggest_names
 from gradgate.guard._batches import register_batch
 from gradgate.guard._guard import Guard
 from gradgate.guard._result import GuardResult, Summary
 
 __all__ = ["Guard", "GuardResult", "Summary", "register_batch"]
+
+suggest_names(__name__)

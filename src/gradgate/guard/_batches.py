@@ -75,14 +75,14 @@ def register_batch(
     BATCH_CLASSES.insert(0, BatchClass(lambda tree: isinstance(tree, cls), select, count))
 
 
-class Layout(NamedTuple):
+class BatchLayout(NamedTuple):
     """Where the samples lie in the tensors of a batch."""
 
     dim: int = 0
     dims: Mapping[Any, int] = {}
     shared: frozenset[Any] = frozenset()
 
-    def of(self, key: Any) -> Layout | None:
+    def of(self, key: Any) -> BatchLayout | None:
         """Give the layout of the part with this key; None if it is shared."""
         if key in self.shared:
             return None
@@ -100,7 +100,7 @@ class BatchReader:
         shared: Iterable[Any] = (),
     ) -> None:
         dim, dims = (batch_dim, {}) if isinstance(batch_dim, int) else (0, dict(batch_dim))
-        self.layout = Layout(dim, dims, frozenset(shared))
+        self.layout = BatchLayout(dim, dims, frozenset(shared))
         self.batch_dim = dim
         self._same_for_all = not (dims or self.layout.shared)
         self._select = select
@@ -234,7 +234,7 @@ def index_of(rows: Rows) -> torch.Tensor:
     return torch.frombuffer(array("q", rows), dtype=torch.int64)
 
 
-def select_rows(tree: Any, index: torch.Tensor, size: int, layout: Layout | None) -> Any:
+def select_rows(tree: Any, index: torch.Tensor, size: int, layout: BatchLayout | None) -> Any:
     """Take rows of every part of a tree that is per sample; parts of another size are shared."""
     if layout is None:
         return tree
@@ -260,7 +260,7 @@ def select_rows(tree: Any, index: torch.Tensor, size: int, layout: Layout | None
     return rebuilt(tree, {key: select_rows(child, index, size, layout.of(key)) for key, child in children.items()})
 
 
-def taking(tree: Any, size: int, layout: Layout | None) -> Callable[[torch.Tensor], Any]:
+def taking(tree: Any, size: int, layout: BatchLayout | None) -> Callable[[torch.Tensor], Any]:
     """Give `select_rows` of a tree as a function of the rows alone; what does not depend on them is done before."""
     if isinstance(tree, torch.Tensor) and layout is not None and not tree.is_nested:
         dim = batch_dim_of(tree, size, layout.dim)
@@ -295,7 +295,7 @@ def _items(tree: Any, rows: list[int]) -> Any:
     )
 
 
-def _as_samples(tree: Sequence[Any], size: int, layout: Layout) -> bool:
+def _as_samples(tree: Sequence[Any], size: int, layout: BatchLayout) -> bool:
     """Tell whether a list holds samples, not fields: its length fits, and its fields cannot all have this size."""
     if len(tree) != size:
         return False
@@ -303,7 +303,7 @@ def _as_samples(tree: Sequence[Any], size: int, layout: Layout) -> bool:
     return fields is None or size not in fields or _are_samples(tree, layout)
 
 
-def _are_samples(tree: Sequence[Any], layout: Layout) -> bool:
+def _are_samples(tree: Sequence[Any], layout: BatchLayout) -> bool:
     """Tell whether a list is one of samples like `(image, target)`: tuples alike, not all tensors of one batch size."""
     if not isinstance(tree, list) or not tree or not all(type(part) is tuple for part in tree):
         return False
@@ -314,7 +314,7 @@ def _are_samples(tree: Sequence[Any], layout: Layout) -> bool:
     return len(tensors) < sum(map(len, tree)) or not _common(dict(enumerate(tensors)), layout)
 
 
-def _sizes(tree: Any, layout: Layout) -> list[int] | None:
+def _sizes(tree: Any, layout: BatchLayout) -> list[int] | None:
     """Give the numbers of samples that a tree may hold, best first; None where it says nothing."""
     if (isinstance(tree, torch.Tensor) and not tree.is_nested) or is_array(tree):
         shape = tuple(tree.shape)
@@ -333,7 +333,7 @@ def _sizes(tree: Any, layout: Layout) -> list[int] | None:
     return fields
 
 
-def _common(parts: Mapping[Any, Any], layout: Layout) -> list[int] | None:
+def _common(parts: Mapping[Any, Any], layout: BatchLayout) -> list[int] | None:
     """Give the numbers of samples that all parts may hold, best first; None where none says anything."""
     common: list[int] | None = None
     for key, part in parts.items():
@@ -344,7 +344,7 @@ def _common(parts: Mapping[Any, Any], layout: Layout) -> list[int] | None:
     return common
 
 
-def _only_by_length(tree: Any, layout: Layout) -> bool:
+def _only_by_length(tree: Any, layout: BatchLayout) -> bool:
     """Tell whether a list of tensors is a batch only if each of them is a sample: more likely, they do not fit."""
     if not isinstance(tree, list | tuple) or is_record(tree):
         return False
@@ -352,7 +352,7 @@ def _only_by_length(tree: Any, layout: Layout) -> bool:
     return tensors and _common(dict(enumerate(tree)), layout) == []
 
 
-def _leaf_sizes(tree: Any, layout: Layout | None, path: str) -> list[tuple[str, int]]:
+def _leaf_sizes(tree: Any, layout: BatchLayout | None, path: str) -> list[tuple[str, int]]:
     """List the sizes that the parts of a tree ask for, with their paths, for a message."""
     if layout is None:
         return []
@@ -364,7 +364,7 @@ def _leaf_sizes(tree: Any, layout: Layout | None, path: str) -> list[tuple[str, 
     return [leaf for key, child in children.items() for leaf in _leaf_sizes(child, layout.of(key), f"{path}[{key!r}]")]
 
 
-def _count_for_select(batch: Any, layout: Layout, ids: Ids | None) -> int:
+def _count_for_select(batch: Any, layout: BatchLayout, ids: Ids | None) -> int:
     """Count the samples of a batch that only the user's `select` can cut."""
     if ids is not None:
         return len(ids)

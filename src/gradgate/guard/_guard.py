@@ -383,7 +383,7 @@ class Guard:
     ) -> tuple[GuardResult, Tally, int]:
         """Give the result of `backward`, and what is counted after it."""
         if first or recovered is not None:
-            self._outsiders.warn(stacklevel=4)
+            self._outsiders.warn()
         loss, sums = outcome.value, outcome.sums
         if sums is not None:
             loss = mean_of(sums, loss)
@@ -432,7 +432,7 @@ class Guard:
         if recovered is None:
             keep = torch.ones(size, dtype=torch.bool, device=device)
             return (outcome.value, keep), self._tally, self.global_step
-        self._outsiders.warn(stacklevel=4)
+        self._outsiders.warn()
         index = index_of(recovered.kept)
         keep = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)
         filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gradgate._names import listed
+from gradgate._text import user_level
 from gradgate._torch_private import buffers_of, children_of, write_count
 from gradgate.errors import GradgateWarning
 
@@ -140,7 +141,7 @@ class Outsiders:
             return ""
         return f"modules that are not under guard wrote buffers: {self._listed(wrote)}; use {self._line(wrote)}"
 
-    def warn(self, stacklevel: int) -> None:
+    def warn(self) -> None:
         """Warn, once, of what was found; then hold on to nothing."""
         self.written()
         found, self._warned = self._found if not self._warned else {}, self._warned or bool(self._found)
@@ -154,7 +155,7 @@ class Outsiders:
             )
         self.forget()
         if text:
-            warnings.warn(text, GradgateWarning, stacklevel=stacklevel + 1)
+            warnings.warn(text, GradgateWarning, stacklevel=user_level())
 
     def _tops(self, modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         """Give the outermost named modules that are not under guard and contain these."""

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from gradgate._text import user_level
 from gradgate.errors import LedgerError, LedgerWarning
 from gradgate.ledger import _schema
 
@@ -191,7 +192,7 @@ class LedgerFile:
                 "What was recorded until now is in it; from now on incidents go to the file at this path.\n"
                 f"Fix: gradgate ledger merge {self.path} MOVED   # if both are to be one",
                 LedgerWarning,
-                stacklevel=8,
+                stacklevel=user_level(),
             )
         return self._connection
 

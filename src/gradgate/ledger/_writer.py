@@ -15,6 +15,7 @@ from hashlib import sha256
 from types import NoneType
 from typing import Any
 
+from gradgate._text import user_level
 from gradgate.errors import LedgerError, LedgerWarning
 from gradgate.ledger._file import LOCK, MEGABYTE, PATIENCE, Connection, LedgerFile
 from gradgate.ledger._rows import COLUMNS, check_kinds, finite, from_row, name_text, to_row
@@ -162,7 +163,7 @@ class Writer:
 
     def _warn(self, consequence: str, error: LedgerError) -> None:
         text = LedgerError(f"{error.what} {consequence}.", why=error.why, fix=error.fix)
-        warnings.warn(str(text), LedgerWarning, stacklevel=5)
+        warnings.warn(str(text), LedgerWarning, stacklevel=user_level())
 
 
 def with_details(incident: Incident, **more: object) -> Incident:

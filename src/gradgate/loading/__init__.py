@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradgate._names import suggest_names
 from gradgate.loading._bad_samples import BadSample
 from gradgate.loading._collating import collate
 from gradgate.loading._fetching import ResilientDataset, ResilientStream
@@ -18,3 +19,5 @@ __all__ = [
     "QuarantineSampler",
     "without",
 ]
+
+suggest_names(__name__)

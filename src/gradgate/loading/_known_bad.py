@@ -20,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from gradgate._names import describe
+from gradgate._text import user_level
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, LedgerWarning
 from gradgate.ledger import Ledger
 from gradgate.loading._bad_samples import Names, name_of
@@ -227,7 +228,7 @@ def _warning_only() -> Iterator[None]:
     try:
         yield
     except LedgerError as error:
-        warnings.warn(f"the quarantine stays as it was: {error}", LedgerWarning, stacklevel=4)
+        warnings.warn(f"the quarantine stays as it was: {error}", LedgerWarning, stacklevel=user_level())
 
 
 def _bad(ledger: Ledger | str | os.PathLike[str], min_count: int, cause: str | None) -> set[str]:

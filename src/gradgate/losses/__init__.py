@@ -4,6 +4,7 @@ A loss is divided by what took part in it - not by the size of the batch, not by
 and what is left out is not evaluated at all, so that it can hurt neither value nor gradient.
 """
 
+from gradgate._names import suggest_names
 from gradgate.losses._decisions import record_decisions
 from gradgate.losses._exact_mean import ExactMean
 from gradgate.losses._masked_loss import masked_loss
@@ -36,3 +37,5 @@ __all__ = [
     "robust_weights",
     "record_decisions",
 ]
+
+suggest_names(__name__)

@@ -5,6 +5,7 @@ kept gives the value and the gradient that it would give if the rest had never b
 gradient of exactly 0, also when it is NaN or infinite, and also when the gradient that arrives there is.
 """
 
+from gradgate._names import suggest_names
 from gradgate.masked._apply import apply_rows, apply_where
 from gradgate.masked._impute import impute
 from gradgate.masked._normalization import batch_norm, layer_norm, log_softmax, logsumexp, softmax
@@ -57,3 +58,5 @@ __all__ = [
     "safe_acos",
     "safe_asin",
 ]
+
+suggest_names(__name__)

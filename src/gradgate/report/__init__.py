@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from gradgate.report._incidents import Book
+from gradgate._names import suggest_names
+from gradgate.report._columns import Book
 from gradgate.report._page import render_page, write_page
 from gradgate.report._serving import LiveView
 
 __all__ = ["Book", "LiveView", "render_page", "write_page"]
+
+suggest_names(__name__)

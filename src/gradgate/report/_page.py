@@ -18,7 +18,7 @@ from typing import Any
 from gradgate._text import plain
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.records import Finding
-from gradgate.report._incidents import Book, gather
+from gradgate.report._columns import Book, gather
 
 _FOLDER = Path(__file__).with_name("page")
 _FORMAT = 1

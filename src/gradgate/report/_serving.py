@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from gradgate.errors import GradgateError, LedgerError
-from gradgate.report._incidents import Book
+from gradgate.report._columns import Book
 from gradgate.report._page import assemble, pack, policy, title_of
 
 _ADDRESS = "127.0.0.1"

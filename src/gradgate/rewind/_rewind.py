@@ -30,6 +30,7 @@ from gradgate._loader_link import ids_of
 from gradgate._names import describe, listed
 from gradgate._patches import to_the_end
 from gradgate._state import random_state, set_random_state
+from gradgate._text import user_level
 from gradgate._torch_private import Replica, local_part, shard_group, shard_roots, write_count, write_counts
 from gradgate._trees import leaves_of
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning, TooManyRewinds
@@ -300,7 +301,7 @@ class Rewind:
                 "the one without the suspects. Count batches from the start of the training, not of the epoch, to "
                 "decide when an accumulated step ends.",
                 GradgateWarning,
-                stacklevel=2,
+                stacklevel=user_level(),
             )
         if number is None:
             number, self._number = self._number, self._number + 1
@@ -456,7 +457,7 @@ class Rewind:
                 f"Rewind: the second loss spike of this run ({rewound.reason}). Unless the data are to blame, going "
                 "back hides an instability of the recipe: look at the learning rate, the warm-up and the clipping.",
                 GradgateWarning,
-                stacklevel=4,
+                stacklevel=user_level(),
             )
 
     def _record(self, suspects: Sequence[_Step], reason: str, to_step: int) -> tuple[Incident, ...]:
@@ -591,7 +592,7 @@ class Rewind:
                 f"Rewind.batches(): the loader does not give again what it gave before the resume: {gone}. It must "
                 "give the same batches for each epoch (a generator seeded by the epoch) or have a state_dict.",
                 GradgateWarning,
-                stacklevel=3,
+                stacklevel=user_level(),
             )
         self._again = deque(given for given in self._again if given.batch is not _LOST)
         return source

@@ -42,10 +42,8 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
     """
     import torch  # Here and below, because all of it loads torch, and `--help` does not need it.
 
-    from gradgate.cli.demo._data import load
-    from gradgate.cli.demo._ending import write_ending
-    from gradgate.cli.demo._show import Screen
-    from gradgate.cli.demo._trainings import TRAININGS, Training
+    from gradgate.cli.demo._show import Screen, write_ending
+    from gradgate.cli.demo._trainings import TRAININGS, Training, load
     from gradgate.ledger import Ledger
 
     ctx.with_resource(_quiet_log())

@@ -1,4 +1,4 @@
-"""What the demonstration shows: four trainings side by side, and what came of them."""
+"""What the demonstration shows: four trainings side by side, the result, and a page about it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from torch.utils.data import default_collate
 
-from gradgate.cli.demo._data import FAULTS, Digits
-from gradgate.cli.demo._trainings import TRAININGS, Progress
+from gradgate.cli.demo._trainings import FAULTS, TRAININGS, Digits, Progress, Training, loss_of
+from gradgate.doctor import diagnose
+from gradgate.ledger import Ledger
+from gradgate.report import write_page
+
+_SAMPLES = 8
 
 
 class Screen:
@@ -79,3 +84,19 @@ class Screen:
 def _cells(state: Progress) -> list[str]:
     loss = "nan" if math.isnan(state.loss) else f"{state.loss:.4f}"
     return [str(state.epoch), loss, f"{state.accuracy:.1%}", str(state.batches_lost), str(state.samples_lost)]
+
+
+def write_ending(path: Path, ledger: Path, training: Training) -> Path:
+    """Write the page: the ledger of the guarded training, and the doctor about a plain step."""
+    batch = _telling_batch(training.train)
+    diagnosis = diagnose(lambda: loss_of(training.model, batch), model=training.model)
+    with Ledger(ledger) as book:  # Not read-only: only a writer tidies up beside the file when it leaves.
+        write_page(path, book, diagnosis.to_dict())
+    return path
+
+
+def _telling_batch(data: Digits) -> Any:
+    """Give a batch as plain training meets it: whole samples, and one with a finite loss and a non-finite gradient."""
+    whole = [index for index in range(len(data)) if index not in data.broken]
+    blank = [index for index, fault in data.broken.items() if fault == "blank image"]
+    return default_collate([data[index] for index in whole[:_SAMPLES] + blank[:1]])

@@ -67,7 +67,7 @@ class SharedStep:
                 guard._outsiders.forget()
                 guard._state.give_back()
                 raise
-        guard._outsiders.warn(stacklevel=3)
+        guard._outsiders.warn()
         return result
 
     def _meet(self) -> None:

@@ -9,14 +9,14 @@ from typing import Any, get_args
 
 import click
 
-from gradgate.cli._output import cell_text, json_option, moment, on_a_terminal, say, show_json, show_table
+from gradgate.cli._output import CommandGroup, cell_text, json_option, moment, on_a_terminal, say, show_json, show_table
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Stage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def ledger() -> None:
     """What was dropped, why, and what was decided about it.
 

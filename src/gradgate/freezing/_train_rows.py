@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from gradgate._checks import check_module
-from gradgate._held import watchers_of
 from gradgate._names import describe
+from gradgate._state import watchers_of
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._freeze_state import (
     ROWS_TOKEN,

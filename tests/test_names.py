@@ -1,0 +1,118 @@
+"""Misspelt names and keywords: the error names the right one; the right ones work as if nothing stood in between."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import gradgate as gg
+from gradgate import errors, freezing, ledger, losses, masked
+from gradgate.cli import main
+
+MODEL = torch.nn.Linear(1, 1)
+X = torch.arange(6.0).reshape(2, 3)
+KEEP = X > 2
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: masked.mean(X, mask=KEEP),
+            """masked.mean() has no argument 'mask'; did you mean keep=? True takes part
+Why: its arguments are x, dim, keepdim, dtype, keep, exclude, empty.""",
+        ),
+        (lambda: masked.mean(X, axis=1), "masked.mean() has no argument 'axis'; did you mean dim=?"),
+        (lambda: masked.amax(X, 1, keepdims=True), "masked.amax() has no argument 'keepdims'; did you mean keepdim=?"),
+        (lambda: masked.sum(X, kepp=KEEP), "masked.sum() has no argument 'kepp'; did you mean keep=? True takes part"),
+        (lambda: gg.finite_grad(X, fill=1.0), "finite_grad() has no argument 'fill'; did you mean fill_value=?"),
+        (lambda: masked.safe_log(X, fill=1.0), "masked.safe_log() has no argument 'fill'; did you mean fill_value=?"),
+        (lambda: losses.reduce(X, weight=X), "losses.reduce() has no argument 'weight'; did you mean weights=?"),
+        (lambda: gg.pin(X, mask=KEEP), "pin() has no argument 'mask'; did you mean frozen=? True does not move"),
+        (lambda: gg.clip_grad(X, maxnorm=1.0), "clip_grad() has no argument 'maxnorm'; did you mean max_norm=?"),
+        (lambda: gg.ClipGrad(maxnorm=1.0), "ClipGrad() has no argument 'maxnorm'; did you mean max_norm=?"),
+        (lambda: gg.at(X)[0].set(1.0, mod="drop"), "edits.Selection.set() has no argument 'mod'; did you mean mode=?"),
+        (
+            lambda: gg.Guard(MODEL, lodger="x"),
+            "Guard() has no argument 'lodger'; did you mean ledger=?",
+        ),
+        (lambda: gg.Guard(torch.nn.Linear(1, 1)).backward(X, sum, id=[1, 2]), "did you mean ids=?"),
+        (lambda: gg.freeze(torch.nn.Linear(1, 1), "*", statistic=False), "did you mean statistics=?"),
+        (
+            lambda: gg.diagnose(MODEL, colour=1),
+            "diagnose() has no argument 'colour'\nWhy: its arguments",
+        ),
+    ],
+)
+def test_a_misspelt_keyword(call, text):
+    with pytest.raises(errors.ArgumentTypeError) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("look_up", "text"),
+    [
+        (lambda: gg.Gaurd, "module 'gradgate' has no attribute 'Gaurd'; did you mean Guard?"),
+        (lambda: gg.maksed, "module 'gradgate' has no attribute 'maksed'; did you mean masked?"),
+        (lambda: masked.meen, "module 'gradgate.masked' has no attribute 'meen'; did you mean mean?"),
+        (lambda: freezing.freze, "module 'gradgate.freezing' has no attribute 'freze'; did you mean freeze?"),
+        (lambda: ledger.Leger, "module 'gradgate.ledger' has no attribute 'Leger'; did you mean Ledger?"),
+        (lambda: gg.zzz, "module 'gradgate' has no attribute 'zzz'"),
+        (lambda: masked._secret, "module 'gradgate.masked' has no attribute '_secret'"),
+    ],
+)
+def test_a_misspelt_name(look_up, text):
+    with pytest.raises(AttributeError) as caught:
+        look_up()
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["ledgr"], "No such command 'ledgr'. Did you mean 'ledger'?"),
+        (["ledger", "lst"], "No such command 'lst'. Did you mean 'list'?"),
+        (["xyzzy"], "No such command 'xyzzy'."),
+    ],
+)
+def test_a_misspelt_command(words, text):
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2
+    assert text in done.output
+
+
+def test_signatures_names_and_copies_stay():
+    assert list(inspect.signature(masked.mean).parameters) == [
+        "x",
+        "dim",
+        "keepdim",
+        "dtype",
+        "keep",
+        "exclude",
+        "empty",
+    ]
+    assert inspect.signature(gg.pin).parameters["rows"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "self" not in inspect.signature(gg.Guard).parameters
+    for thing in (masked.mean, gg.gate, gg.freeze, gg.GateMeter, gg.resilient):
+        assert pickle.loads(pickle.dumps(thing)) is copy.deepcopy(thing) is thing
+        assert thing.__doc__
+        assert inspect.getsource(thing)
+    with pytest.raises(TypeError, match=r"mean\(\) missing 1 required positional argument: 'x'"):
+        masked.mean()
+    with pytest.raises(TypeError, match=r"mean\(\) takes from 1 to 2 positional arguments but 3 were given"):
+        masked.mean(X, 1, True)
+
+
+def test_a_fault_inside_a_function_is_its_own():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'") as caught:
+        gg.apply_where(KEEP, X, lambda x: torch.exp(x), lambda x: (lambda: 0)(mask=1))
+    assert not isinstance(caught.value, errors.ArgumentTypeError)
+
+
+def test_compiled_whole():
+    compiled = torch.compile(lambda x: masked.mean(gg.gate(x, x > 2), 1, keep=x > 1), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(X), masked.mean(X, 1, keep=X > 1))
