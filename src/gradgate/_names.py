@@ -8,9 +8,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from gradgate._torch_private import as_written
 from gradgate.errors import ArgumentTypeError
 
 
@@ -57,16 +56,6 @@ def listed(names: Sequence[object], limit: int = 6) -> str:
     """
     head = ", ".join(str(name) for name in names[:limit])
     return head if len(names) <= limit else f"{head} and {len(names) - limit} more"
-
-
-def module_path(sought: Any, roots: Sequence[Any]) -> str:
-    """Name a module by its path below one of the roots; by its class if it is a root, or in none."""
-    for number, root in enumerate(roots):
-        for path, module in root.named_modules():
-            if module is sought:
-                path = as_written(path)
-                return f"{number}.{path}" if path and len(roots) > 1 else path or type(module).__name__
-    return type(sought).__name__
 
 
 # --- Misspelt names -------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from gradgate._names import module_path
 from gradgate._payload import LIMIT, encode
 from gradgate._text import visible
+from gradgate._torch_private import as_written
 from gradgate.errors import TooManyBadSamples
 from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import StepFault
@@ -144,7 +144,7 @@ class IncidentRecorder:
         if module is None:
             return None
         if module not in self._paths:
-            self._paths[module] = module_path(module, self.modules)
+            self._paths[module] = _module_path(module, self.modules)
         return self._paths[module]
 
 
@@ -176,3 +176,13 @@ def refuse_row(incidents: Sequence[Incident], in_a_row: int, patience: int) -> N
         fix="gg.Guard(model, patience=...)   # if bad samples are to be expected in every step",
         incidents=incidents,
     )
+
+
+def _module_path(sought: torch.nn.Module, roots: Sequence[torch.nn.Module]) -> str:
+    """Name a module by its path below one of the roots; by its class if it is a root, or in none."""
+    for number, root in enumerate(roots):
+        for path, module in root.named_modules():
+            if module is sought:
+                path = as_written(path)
+                return f"{number}.{path}" if path and len(roots) > 1 else path or type(module).__name__
+    return type(sought).__name__
