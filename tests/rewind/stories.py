@@ -71,6 +71,34 @@ def ranks_without_a_wrapper_go_back_together(rank):
     lawful(rank, lambda model: model)
 
 
+def ranks_find_the_culprit_together(rank):
+    batches = stream(rank)
+    if rank == 1:
+        batches[31]["x"] *= 1e4
+    model = build(DistributedDataParallel)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    rewind = gg.Rewind(model, optimizer, every=6, ids="id", patience=2)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = (model(batch["x"]) - batch["x"].sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = None
+    for batch in rewind.batches(batches):
+        if rewind.observe(step(batch)):
+            before = [p.detach().clone() for p in model.parameters()]
+            found = rewind.blame(step)
+            assert all(map(torch.equal, model.parameters(), before))
+    assert found is not None
+    assert found.steps == (31,)
+    assert found.rows == {}  # samples are looked for in a single process only
+    assert found.sample_ids == [f"{rank}-31-{row}" for row in range(5)]
+    same_everywhere(*[p.detach() for p in model.parameters()])
+
+
 def the_first_rank_records_for_all(rank, path=None):
     import tempfile
     from pathlib import Path
@@ -92,5 +120,6 @@ STORIES = [
     replicas_go_back_together,
     shards_go_back_together,
     ranks_without_a_wrapper_go_back_together,
+    ranks_find_the_culprit_together,
     the_first_rank_records_for_all,
 ]

@@ -10,7 +10,7 @@ from torch import nn
 
 import gradgate as gg
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, TooManyRewinds
-from gradgate.rewind._rewind import _Level
+from gradgate.rewind._spikes import Level
 from tests.rewind.trainings import Training, assert_same, stream, without
 
 
@@ -43,7 +43,7 @@ def test_the_level_is_the_median_and_the_mad():
     generator = torch.Generator().manual_seed(0)
     for count in range(1, 60):
         values = torch.randn(count, generator=generator, dtype=torch.float64).round(decimals=1)
-        level = _Level(100, 8.0)
+        level = Level(100, 8.0)
         for value in values.tolist():
             level.add(value)
         middle, spread = level._median_and_mad()

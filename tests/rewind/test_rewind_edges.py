@@ -13,7 +13,7 @@ from torch import nn
 
 import gradgate as gg
 from gradgate.errors import ArgumentValueError, GradgateWarning, TooManyRewinds
-from gradgate.rewind import _rewind, _snapshots
+from gradgate.rewind import _snapshots, _spikes
 from tests.rewind.test_behaviour import Stateful, feed, linear, wavy
 from tests.rewind.trainings import assert_same
 
@@ -323,7 +323,7 @@ def test_too_many_rewinds_then_going_on():
 def test_a_device_that_is_read_late_loses_nothing(monkeypatch):
     """The last loss of an epoch is read at its end, and a checkpoint judges nothing."""
     late = property(lambda self: False, lambda self, value: None)
-    monkeypatch.setattr(_rewind._Reading, "on_host", late, raising=False)
+    monkeypatch.setattr(_spikes.Reading, "on_host", late, raising=False)
     rewind, *_ = linear(every=4)
     seen = []
     for batch in rewind.batches(range(12)):

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
+from gradgate._batches import tensors_in
 from gradgate._names import describe
 from gradgate._source import raising_line, raising_spot
 from gradgate._text import class_name, text_of
 from gradgate._torch_private import ModuleCall, innermost_call
 from gradgate.errors import ArgumentTypeError
-from gradgate.guard._batches import tensors_in
 from gradgate.guard._outsiders import reachable
 from gradgate.records import Stage
 

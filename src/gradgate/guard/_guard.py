@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradgate._batches import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids
 from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import describe
@@ -28,7 +29,6 @@ from gradgate._torch_private import (
 )
 from gradgate._trees import with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, TooManyBadSamples
-from gradgate.guard._batches import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids
 from gradgate.guard._faults import check_function
 from gradgate.guard._incidents import IncidentRecorder, Wishes, hand_over, log, refuse_row, refuse_share, refused
 from gradgate.guard._outsiders import Outsiders

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from gradgate._batches import BatchReader
 from gradgate._payload import LIMIT, encode
 from gradgate._text import visible
 from gradgate._torch_private import as_written
 from gradgate.errors import TooManyBadSamples
-from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import StepFault
 from gradgate.guard._recovery import Dropped
 from gradgate.guard._result import incident_line, incident_table

@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from gradgate._batches import BatchReader
 from gradgate._names import listed
 from gradgate._state import TrainingState
 from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError, TooManyBadSamples
-from gradgate.guard._batches import BatchReader
 from gradgate.guard._faults import StepFault, advice
 from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._search import Blame, Localisation, Probes

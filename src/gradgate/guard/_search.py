@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from gradgate._batches import BatchReader, batch_dim_of, index_of, non_finite_rows, taking, tensors_in
 from gradgate._patches import Patches
 from gradgate._source import Line, definition_line, running_line, written
 from gradgate._state import TrainingState
@@ -33,7 +34,6 @@ from gradgate._torch_private import (
 )
 from gradgate._trees import with_own_containers
 from gradgate.errors import GradgateError
-from gradgate.guard._batches import BatchReader, batch_dim_of, index_of, non_finite_rows, taking, tensors_in
 from gradgate.guard._faults import StepFault, must_pass
 from gradgate.guard._trial import Outcome, Trial
 from gradgate.records import Stage

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
+from gradgate._batches import non_finite_rows, tensors_in
 from gradgate._finite import FiniteCheck
 from gradgate._names import describe
 from gradgate._state import TrainingState
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.guard._batches import non_finite_rows, tensors_in
 from gradgate.guard._faults import StepFault, check_call, must_pass, refuse_own_backward
 from gradgate.records import Stage
 

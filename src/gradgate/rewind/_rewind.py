@@ -17,7 +17,6 @@ import math
 import os
 import warnings
 import weakref
-from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,10 +45,9 @@ from gradgate.rewind._snapshots import (
     tensors_of,
     with_optimizers,
 )
+from gradgate.rewind._spikes import Culprits, Level, Reading, Trials
 
 LOG = logging.getLogger("gradgate")
-WARM_UP = 20  # so many observations make a median and a spread; before that only a non-finite value is a spike
-FLAT = 0.01  # a spread smaller than this part of the median is taken for that: a constant loss has none
 LOOK = 32  # so many batches lie between two looks at the random states of Python and NumPy
 SAME_SNAPSHOT = 2  # more rewinds to one snapshot than this do not help
 
@@ -159,12 +157,12 @@ class Rewind:
         if ledger is not None and not isinstance(ledger, Ledger):
             ledger = Ledger(ledger) if self._ranks.rank == 0 else None
         self._ledger = ledger
-        self._loss, self._norm = _Level(window, threshold), _Level(window, threshold)
+        self._loss, self._norm = Level(window, threshold), Level(window, threshold)
         self._snapshots: list[StateSnapshot] = []  # the first is from before every possible suspect
         self._spare: list[StateSnapshot] = []
         self._steps: list[_Step] = []  # the timeline since the first snapshot
         self._offset = 0  # where in the timeline the first of them stands
-        self._unread: deque[tuple[int, _Reading]] = deque()
+        self._unread: deque[tuple[int, Reading]] = deque()
         self._asked: deque[tuple[int, float, float | None, str, Callable[[], tuple[bool, bool]]]] = deque()
         self._high: int | None = None  # where in the timeline the current run of high observations began
         self._number = 0  # of the next step that is new
@@ -179,14 +177,16 @@ class Rewind:
         self._between: _Outside | None = None
         self._carried: _Outside | None = None  # what it did before a suspect
         self._resumed: Mapping[str, Any] | None = None
+        self._healthy: list[_Step] = []  # the last one before the first snapshot
+        self._evidence: _Evidence | None = None  # of the last spike, while the snapshot before it is kept
 
     # --- the stream -----------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Give the batches of a loader, after a rewind the innocent ones once more, without the suspects.
 
-        Batches are kept by reference while they may be needed again: `every` + `patience` + `lookback` steps at most.
-        Call it once for each epoch.
+        Batches are kept by reference while they may be needed again: `every` + `patience` + `lookback` steps at most,
+        and one before them. Call it once for each epoch.
 
         Args:
             loader: Any iterable of batches.
@@ -309,7 +309,7 @@ class Rewind:
             given.number = number
         self._steps.append(_Step(number, self._open))
         self._open = []
-        self._unread.append((self._end - 1, _Reading(loss, grad_norm)))
+        self._unread.append((self._end - 1, Reading(loss, grad_norm)))
         if (spike := self._read(0 if self._unread[-1][1].on_host else 1)) is not None:
             return self._go_back(spike)
         self._advance()
@@ -371,8 +371,10 @@ class Rewind:
         known = min([self._end, *waiting]) if self._high is None else self._high
         while len(self._snapshots) > 1 and self._snapshots[1].where <= known - self.lookback:
             self._spare.append(self._snapshots.pop(0))
-            del self._steps[: self._snapshots[0].where - self._offset]
-            self._offset = self._snapshots[0].where
+            past = self._snapshots[0].where - self._offset
+            self._healthy = self._steps[past - 1 : past]
+            del self._steps[:past]
+            self._offset, self._evidence = self._snapshots[0].where, None
         due = self._end - self._snapshots[-1].where >= self.every
         if due and len(self._snapshots) < self.depth:
             # Batches that come again lie before the loader's position: the last snapshot's is before them all.
@@ -429,6 +431,7 @@ class Rewind:
         incidents = self._record(suspects, reason, snapshot.number)
         skipped = tuple(step.number for step in suspects)
         rewound = Rewound(snapshot.number, skipped, reason, not doubts, incidents)
+        self._evidence = _Evidence(snapshot, innocent, suspects)
         self._tell(rewound, snapshot, doubts)
         return rewound
 
@@ -493,6 +496,72 @@ class Rewind:
         names = self._ids(batch) if callable(self._ids) else batch[self._ids]
         return [str(name) for name in (names.tolist() if isinstance(names, torch.Tensor) else names)]
 
+    def blame(self, step_fn: Callable[..., Any], *, rows: bool = True) -> Culprits:
+        """Find out which suspects of the last spike made it, by training on them again, and release the others.
+
+        Each trial starts from the weights before the first suspect, trains on some of the suspects and then on batches
+        from before them, and asks whether the loss spikes. Suspects are halved until single ones are left. Afterwards
+        everything is as it was before the call. Call it when `observe` has given a `Rewound`, on every rank.
+
+        Args:
+            step_fn: `step_fn(batch)` makes one training step, without `observe`, and gives its loss, or its loss and
+                gradient norm. Under gradient accumulation it gets all batches of a step: `step_fn(*batches)`.
+            rows: Whether to look for the samples inside a batch as well; in a single process only.
+
+        Returns:
+            Who it was. Samples that were suspects for nothing are released from the ledger.
+
+        Raises:
+            ArgumentValueError: There was no spike, or the snapshot from before it is gone.
+        """
+        evidence = self._evidence
+        if evidence is None:
+            raise ArgumentValueError(
+                "Rewind.blame(): there is no spike whose snapshot is still kept.",
+                why="suspects are tried from the weights before them, which are kept until the next snapshot is safe.",
+                fix="if rewind.observe(loss): print(rewind.blame(step_fn))",
+            )
+        if any(batch is _LOST for step in (*evidence.innocent, *evidence.suspects) for batch in step.data):
+            raise ArgumentValueError(
+                "Rewind.blame(): batches from before the resume are gone.", why="their steps cannot be repeated."
+            )
+        probes = [*self._healthy, *evidence.innocent]
+        now, base = StateSnapshot(self._parts), StateSnapshot(self._parts)
+        now.take(0, 0)
+        trials = Trials(
+            step_fn,
+            (self._loss.copy(evidence.snapshot.levels[0]), self._norm.copy(evidence.snapshot.levels[1])),
+            lambda high, broken: self._ranks.ask(high, broken)(),
+            [step.data for step in probes],
+            self.patience,
+        )
+        try:
+            evidence.snapshot.restore()
+            trials.begin([step.data for step in evidence.innocent], base)
+            one_process = self._ranks.world_size == 1
+            found = trials.blame({step.number: step.data for step in evidence.suspects}, rows=rows and one_process)
+        finally:
+            to_the_end(now.restore)
+        self._release(evidence, found)
+        return found
+
+    def _release(self, evidence: _Evidence, found: Culprits) -> None:
+        """Release the samples of suspects that do no harm."""
+        guilty: set[str] = set()
+        every: set[str] = set()
+        for step in evidence.suspects:
+            names = [name for given in step.batches for name in self._names(given.batch)]
+            every.update(names)
+            if step.number in found.steps or not found.steps:
+                bad = found.rows.get(step.number)
+                guilty.update(names if bad is None else (names[row] for row in bad if row < len(names)))
+        found.sample_ids.extend(sorted(guilty) if found.steps else [])
+        guilty.update(*self._ranks.gather(guilty))
+        innocent = set().union(*self._ranks.gather(every)) - guilty
+        if self._ledger is not None:
+            for name in sorted(innocent):
+                self._ledger.release(name, reason="not to blame for the loss spike")
+
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -555,7 +624,7 @@ class Rewind:
         self._loss.load(state["loss"])
         self._norm.load(state["norm"])
         self.rewinds = [Rewound(to, tuple(skipped), why, exact) for to, skipped, why, exact in state["rewinds"]]
-        self._unread = deque((where, _Reading(loss, norm)) for where, loss, norm in state["unread"])
+        self._unread = deque((where, Reading(loss, norm)) for where, loss, norm in state["unread"])
         self._asked.clear()
         self._snapshots, self._spare, self._current, self._left = [], [], None, None
         if state["snapshot"] is not None:
@@ -691,86 +760,18 @@ class _Step:
     number: int
     batches: list[_Given]
 
-
-class _Reading:
-    """A loss and a gradient norm that are perhaps still being computed."""
-
-    def __init__(self, loss: torch.Tensor | float, norm: torch.Tensor | float | None) -> None:
-        self._values = [_number(loss, "loss"), None if norm is None else _number(norm, "grad_norm")]
-        self.on_host = all(not isinstance(value, torch.Tensor) or value.is_cpu for value in self._values)
-
-    def values(self) -> tuple[float, float | None]:
-        loss, norm = (None if value is None else float(value) for value in self._values)
-        assert loss is not None
-        return loss, norm
+    @property
+    def data(self) -> list[Batch]:
+        return [given.batch for given in self.batches]
 
 
-def _number(value: Any, name: str) -> torch.Tensor | float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().clone()  # the caller may add to it
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    raise ArgumentTypeError(
-        f"Rewind.observe(): `{name}` is {describe(value)}.",
-        why="it is one number for the step.",
-        fix="rewind.observe(losses.mean())",
-    )
+@dataclass(slots=True)
+class _Evidence:
+    """What a spike left behind."""
 
-
-class _Level:
-    """The usual level of a number that is observed step by step: its median and MAD over a window."""
-
-    def __init__(self, window: int, threshold: float) -> None:
-        self._window, self._threshold = window, threshold
-        self.clear()
-
-    def clear(self) -> None:
-        self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def add(self, value: float) -> None:
-        self._recent.append(value)
-        insort(self._sorted, value)
-        if len(self._recent) > self._window:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-
-    def above(self, name: str, value: float) -> str:
-        """Say by how much a value is above the level; nothing if it is not."""
-        if not math.isfinite(value):
-            return f"the {name} is {value}"
-        if len(self._sorted) < min(WARM_UP, self._window):
-            return ""
-        middle, spread = self._median_and_mad()
-        spread = max(spread, FLAT * abs(middle)) or max(map(abs, self._sorted))  # mostly 0: the largest
-        if not spread or value <= middle + self._threshold * spread:
-            return ""
-        return f"the {name} is {value:.4g}, above {middle:.4g} + {self._threshold:g} x {spread:.3g}"
-
-    def state(self) -> list[float]:
-        return list(self._recent)
-
-    def load(self, recent: Iterable[float]) -> None:
-        self.clear()
-        for value in recent:
-            self.add(value)
-
-    def _median_and_mad(self) -> tuple[float, float]:
-        values = self._sorted
-        count = len(values)
-        middle = (values[(count - 1) // 2] + values[count // 2]) / 2
-        # Deviations to the left and to the right are sorted each; the one in the middle of both is found by halving.
-        split, wanted = bisect_right(values, middle), (count - 1) // 2
-        low, high = max(0, wanted + 1 - (count - split)), min(split, wanted + 1)
-        while low < high:  # how many of the `wanted` + 1 smallest lie on the left
-            left = (low + high) // 2
-            if middle - values[split - 1 - left] < values[split + wanted - left] - middle:
-                low = left + 1
-            else:
-                high = left
-        right = wanted + 1 - low
-        return middle, max(
-            middle - values[split - low] if low else 0.0, values[split + right - 1] - middle if right else 0.0
-        )
+    snapshot: StateSnapshot
+    innocent: list[_Step]
+    suspects: list[_Step]
 
 
 class _Ranks:

@@ -1,0 +1,230 @@
+"""What a loss spike is, and who made it: the usual level of a loss, and trials that repeat steps from a snapshot."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from gradgate._batches import BatchReader
+from gradgate._names import describe, listed
+from gradgate.errors import ArgumentError, ArgumentTypeError
+from gradgate.rewind._snapshots import StateSnapshot
+
+WARM_UP = 20  # so many observations make a median and a spread; before that only a non-finite value is a spike
+FLAT = 0.01  # a spread smaller than this part of the median is taken for that: a constant loss has none
+
+
+class Reading:
+    """A loss and a gradient norm that are perhaps still being computed."""
+
+    def __init__(self, loss: torch.Tensor | float, norm: torch.Tensor | float | None) -> None:
+        self._values = [_number(loss, "loss"), None if norm is None else _number(norm, "grad_norm")]
+        self.on_host = all(not isinstance(value, torch.Tensor) or value.is_cpu for value in self._values)
+
+    def values(self) -> tuple[float, float | None]:
+        loss, norm = (None if value is None else float(value) for value in self._values)
+        assert loss is not None
+        return loss, norm
+
+
+def _number(value: Any, name: str) -> torch.Tensor | float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().clone()  # the caller may add to it
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise ArgumentTypeError(
+        f"Rewind: `{name}` is {describe(value)}.",
+        why="it is one number for the step.",
+        fix="rewind.observe(losses.mean())",
+    )
+
+
+class Level:
+    """The usual level of a number that is observed step by step: its median and MAD over a window."""
+
+    def __init__(self, window: int, threshold: float) -> None:
+        self._window, self._threshold = window, threshold
+        self.clear()
+
+    def clear(self) -> None:
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        insort(self._sorted, value)
+        if len(self._recent) > self._window:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+    def above(self, name: str, value: float) -> str:
+        """Say by how much a value is above the level; nothing if it is not."""
+        if not math.isfinite(value):
+            return f"the {name} is {value}"
+        if len(self._sorted) < min(WARM_UP, self._window):
+            return ""
+        middle, spread = self._median_and_mad()
+        spread = max(spread, FLAT * abs(middle)) or max(map(abs, self._sorted))  # mostly 0: the largest
+        if not spread or value <= middle + self._threshold * spread:
+            return ""
+        return f"the {name} is {value:.4g}, above {middle:.4g} + {self._threshold:g} x {spread:.3g}"
+
+    def state(self) -> list[float]:
+        return list(self._recent)
+
+    def copy(self, recent: Iterable[float] | None = None) -> Level:
+        """Give a level with the same rules, and the same or other values."""
+        level = Level(self._window, self._threshold)
+        level.load(self._recent if recent is None else recent)
+        return level
+
+    def load(self, recent: Iterable[float]) -> None:
+        self.clear()
+        for value in recent:
+            self.add(value)
+
+    def _median_and_mad(self) -> tuple[float, float]:
+        values = self._sorted
+        count = len(values)
+        middle = (values[(count - 1) // 2] + values[count // 2]) / 2
+        # Deviations to the left and to the right are sorted each; the one in the middle of both is found by halving.
+        split, wanted = bisect_right(values, middle), (count - 1) // 2
+        low, high = max(0, wanted + 1 - (count - split)), min(split, wanted + 1)
+        while low < high:  # how many of the `wanted` + 1 smallest lie on the left
+            left = (low + high) // 2
+            if middle - values[split - 1 - left] < values[split + wanted - left] - middle:
+                low = left + 1
+            else:
+                high = left
+        right = wanted + 1 - low
+        return middle, max(
+            middle - values[split - low] if low else 0.0, values[split + right - 1] - middle if right else 0.0
+        )
+
+
+# --- who made it ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Culprits:
+    """Who made a loss spike, as `Rewind.blame` found out.
+
+    Attributes:
+        steps: The steps that make the loss spike; none if the spike does not come again.
+        together: Whether they do so only together.
+        rows: For each of these steps the rows of its batch that make the spike, where they could be found.
+        sample_ids: The ids of these samples, where they are known.
+        trials: How often some of the suspects were trained on.
+    """
+
+    steps: tuple[int, ...]
+    together: bool
+    rows: Mapping[int, tuple[int, ...]]
+    sample_ids: list[str] = field(default_factory=list)
+    trials: int = 0
+
+    def __str__(self) -> str:
+        many = f"{self.trials} trial{'' if self.trials == 1 else 's'}"
+        if not self.steps:
+            return f"the spike does not come again ({many}): no batch is to blame"
+        named = [
+            f"step {step}" + (f" (rows {listed(self.rows[step])})" if step in self.rows else "") for step in self.steps
+        ]
+        text = ("together: " if self.together else "") + ", ".join(named)
+        return text + (f"; samples {listed(self.sample_ids)}" if self.sample_ids else "") + f"; {many}"
+
+
+Step = list[Any]  # the batches of a step
+
+
+class Trials:
+    """Trains on some of the suspects, again and again from the same weights."""
+
+    def __init__(
+        self,
+        step_fn: Callable[..., Any],
+        levels: tuple[Level, Level],
+        agree: Callable[[bool, bool], tuple[bool, bool]],
+        probes: Sequence[Step],
+        patience: int,
+    ) -> None:
+        self._step_fn, self._levels, self._agree = step_fn, levels, agree
+        self._probes, self._patience = probes, patience
+        self._base: StateSnapshot | None = None
+        self.count = 0
+
+    def begin(self, innocent: Sequence[Step], base: StateSnapshot) -> None:
+        """Train on the innocent steps before the suspects, and keep the state after them."""
+        for step in innocent:
+            loss, norm = self._train(step)
+            for level, value in zip(self._levels, (loss, norm), strict=True):
+                if value is not None and math.isfinite(value):
+                    level.add(value)
+        base.take(0, 0)
+        self._base = base
+
+    def blame(self, suspects: Mapping[int, Step], *, rows: bool) -> Culprits:
+        """Halve the suspects until single ones are left, and then their rows."""
+        many = len(suspects)
+        found = self._culprits(list(suspects), lambda numbers: self._spikes([suspects[n] for n in numbers], many))
+        steps = tuple(sorted(number for group in found for number in group))
+        together = any(len(group) > 1 for group in found)
+        guilty = {n: self._rows(suspects[n], many) for n in steps if rows and not together and len(suspects[n]) == 1}
+        return Culprits(steps, together, {n: bad for n, bad in guilty.items() if bad is not None}, trials=self.count)
+
+    def _rows(self, step: Step, many: int) -> tuple[int, ...] | None:
+        """Give the rows of a batch that make the spike alone; None where they cannot be told apart."""
+        batch, reader = step[0], BatchReader()
+        try:
+            size = reader.count(batch)
+        except ArgumentError:
+            return None
+
+        def spikes(rows: list[int]) -> bool:  # rows are repeated: the batch keeps its size, which BatchNorm needs
+            return self._spikes([[reader.select(batch, list(islice(cycle(rows), size)), size)]], many)
+
+        found = self._culprits(list(range(size)), spikes, known=True)
+        return tuple(sorted(row for group in found for row in group))
+
+    def _culprits(self, some: list[int], spikes: Callable[[list[int]], bool], known: bool = False) -> list[list[int]]:
+        """Give the smallest groups that spike: single ones, or some that do so only together."""
+        if not known and not spikes(some):
+            return []
+        if len(some) == 1:
+            return [some]
+        half = len(some) // 2
+        alone = self._culprits(some[:half], spikes) + self._culprits(some[half:], spikes)
+        if alone:
+            return alone
+        for one in list(some):
+            if spikes(rest := [other for other in some if other != one]):
+                some = rest
+        return [some]
+
+    def _spikes(self, steps: Sequence[Step], many: int) -> bool:
+        """Train on some steps and on the probes after them; tell whether the loss spikes."""
+        assert self._base is not None
+        self._base.restore()
+        self.count += 1
+        levels = [level.copy() for level in self._levels]
+        run = 0
+        for step in (*steps, *islice(cycle(self._probes), max(many, self._patience) if self._probes else 0)):
+            values = list(zip(levels, self._train(step), strict=True))
+            high = any(value is not None and bool(level.above("", value)) for level, value in values)
+            broken = any(value is not None and not math.isfinite(value) for _, value in values)
+            high, broken = self._agree(high, broken)
+            run = run + 1 if high else 0
+            if broken or run >= self._patience:
+                return True
+        return False
+
+    def _train(self, step: Step) -> tuple[float, float | None]:
+        result = self._step_fn(*step)
+        loss, norm = result if isinstance(result, tuple) else (result, None)
+        return Reading(loss, norm).values()
