@@ -37,6 +37,8 @@ class StepCounter(Protocol):
     @property
     def _steps_made(self) -> int: ...
 
+    def _step_after(self, batches: int) -> int: ...
+
 
 class LoaderIds(tuple[str | None, ...]):
     """The ids of the batch that a loader gave most recently, which may not be the one that the guard sees."""
@@ -53,11 +55,12 @@ class LoaderIds(tuple[str | None, ...]):
 class Given:
     """One batch that a loader gave: its parts as they were then, and the ids of its rows."""
 
-    __slots__ = ("__weakref__", "ids", "parts", "source")
+    __slots__ = ("__weakref__", "ids", "parts", "place", "source")
 
     def __init__(self, parts: Sequence[Any], ids: Callable[[], tuple[str | None, ...]], source: GivenBatches) -> None:
         self.ids = ids
         self.source = ref(source)
+        self.place = source.place
         self.parts = [(ref(part), write_count(part)) if isinstance(part, torch.Tensor) else (part, 0) for part in parts]
 
     def unchanged(self) -> list[Any]:
@@ -97,10 +100,17 @@ class GivenBatches:
         self._in_epoch, self._first_step = 0, None
         self.position()
 
-    def follow(self, training: StepCounter) -> None:
-        """Number incidents by a guard's steps and epochs from now on."""
+    @property
+    def place(self) -> tuple[int, int]:
+        """The epoch, and how many batches it has had."""
+        return self.epoch, self._in_epoch
+
+    def follow(self, training: StepCounter, given: Given | None = None) -> None:
+        """Number incidents by a guard's steps and epochs from now on; the guard is at this batch, if one is given."""
         if self._training is None or self._training() is not training:
             self._training, self._first_step = ref(training), None
+            if given is not None and given.place[0] == self.epoch:
+                self._first_step = training._steps_made - given.place[1]
 
     def add(self, batch: Any, ids: Callable[[], tuple[str | None, ...]]) -> None:
         """Note a batch that is given now."""
@@ -137,7 +147,7 @@ class GivenBatches:
         ahead = self._first_step + self._in_epoch - training._steps_made
         if not (0 <= ahead <= MOST_AHEAD and torch.is_grad_enabled()):
             ahead = 0  # not every batch is trained on, as in a validation loop
-        return {"run": training.run, "step": training.global_step + ahead, "epoch": training.epoch}
+        return {"run": training.run, "step": training._step_after(ahead), "epoch": training.epoch}
 
     def gave_only_this_to(self, training: StepCounter) -> bool:
         """Tell whether the guard has made a step with each batch of the epoch but the last."""
@@ -169,7 +179,7 @@ def follow(loader: Any, batch: Any, training: StepCounter) -> None:
         return
     for part in leaves_of(batch):
         if (found := _owner(part)) is not None and (source := found.source()) is not None:
-            source.follow(training)
+            source.follow(training, found)
 
 
 def ids_of(batch: Any, size: int | None = None) -> tuple[str | None, ...] | None:

@@ -165,3 +165,22 @@ def test_a_sample_of_a_total_is_replayed(tmp_path):
 
     result = gg.Guard(model, ledger=ledger, payload=True).backward(x, total)
     assert gg.replay(ledger, result.dropped[0].id, total).verdict == "same"
+
+
+def test_a_mean_is_divided_by_the_micro_batches_and_the_result_is_not():
+    """As `(loss / 4).backward()`, bit by bit; losses are those of the samples, and totals are left to `finish`."""
+    model, plain = network(), network()
+    guard = gg.Guard(model)
+    for seed in range(4):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+        bad = torch.cat([x, torch.full((1, 3), float("nan"))])
+        result = guard.backward(bad, lambda x: model(x).square().flatten(), accumulate=4)
+        loss = plain(x).square().flatten().mean()
+        (loss / 4).backward()
+        assert torch.equal(result.loss, loss.detach())
+        assert torch.equal(result.losses.mean(), loss.detach())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    model.zero_grad()
+    guard.backward(x, lambda x: (model(x).sum(), len(x)), accumulate=4)
+    guard.finish()
+    assert model[2].bias.grad.item() == pytest.approx(1.0)

@@ -154,6 +154,7 @@ class Guard:
         self._wishes: Wishes | None = None
         self._more = False
         self._others_have_more: bool | None = None
+        self._window = (0, 1)
 
     def backward(
         self,
@@ -162,6 +163,7 @@ class Guard:
         ids: Ids | None = None,
         *,
         scaler: Scaler | None = None,
+        accumulate: int = 1,
     ) -> GuardResult:
         """Make forward, loss and backward of a batch, without the samples that are bad.
 
@@ -176,6 +178,8 @@ class Guard:
             ids: The ids of the samples, one for each row, where the guard cannot find them by itself.
             scaler: A `torch.amp.GradScaler`: gradients are scaled, and an overflow that is gone without scaling is
                 left for it to see.
+            accumulate: How many micro-batches make one step of the optimizer: a mean loss is divided by it before
+                backward. `result.loss` is not. A total is divided by `finish` only.
 
         Returns:
             The loss, who took part, and who did not and why.
@@ -190,10 +194,10 @@ class Guard:
         if scaler is not None and not scaler.is_enabled():
             scaler = None
         if not isinstance(self._agreement, SingleProcess):
-            return SharedStep(self, self._agreement, batch, ids).run(loss_fn, scaler)
+            return SharedStep(self, self._agreement, batch, ids).run(loss_fn, scaler, accumulate)
         check_function(batch, loss_fn, "guard.backward(batch, loss_fn)")
         size, writes, guests = self._reader.read(batch, ids)
-        trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler)
+        trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler, accumulate)
         if first := self._first:
             trial.first, trial.before_backward = True, self._look_around
             self._outsiders.look(loss_fn)
@@ -349,6 +353,15 @@ class Guard:
     def _steps_made(self) -> int:
         return self._tally.steps
 
+    def _step_after(self, batches: int) -> int:
+        """Give the step that a later batch belongs to: the next one, or several in a window of accumulation."""
+        made, per_step = self._window
+        return self.global_step + (made + batches) // per_step
+
+    def _move_to(self, step: int, made: int, per_step: int) -> None:
+        """Follow a framework's count: the optimizer's steps, and the micro-batches made towards the next of them."""
+        self.global_step, self._window = step, (made, per_step)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy a guard as what it was made of and what it has counted."""
         now = {name: vars(self).get(name, given) for name, given in self._arguments.items()}
@@ -443,6 +456,8 @@ class Guard:
     ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
         untouched = with_own_containers(batch)
         outcome = trial.run(batch, size)
+        if trial.runs_backward and outcome.skipped:
+            return outcome, Recovered(None, [], []), ()
         if outcome.fault is None:
             return outcome, None, ()
         if self._reader.writes(untouched) != writes:
@@ -508,7 +523,7 @@ class Guard:
         assert failed.fault is not None
         probe = trial
         if isinstance(trial, LossTrial) and trial.scaler is not None:
-            probe = LossTrial(trial.function, self._state, self._check, self._catch)
+            probe = LossTrial(trial.function, self._state, self._check, self._catch, accumulate=trial.accumulate)
         return Recovery(
             trial=trial,
             probe=probe,

@@ -108,6 +108,8 @@ class Recovery:
             self._refuse(result, fault)
             if outcome.fault is None:
                 result.outcome = outcome
+                if self.trial.runs_backward and outcome.skipped:
+                    result.kept = []
                 return result
             fault = outcome.fault
 

@@ -20,6 +20,8 @@ from gradgate.records import Stage
 
 Catch = tuple[type[BaseException], ...]
 LossFunction = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
+NO_LOSS: Any = object()
+"""What a loss function of an integration gives where the user's code skips the batch."""
 
 
 class Scaler(Protocol):
@@ -41,6 +43,11 @@ class Outcome:
     per_sample: torch.Tensor | None = None
     bad_rows: frozenset[int] | None = None
     count: torch.Tensor | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the loss function gave no loss, on purpose."""
+        return self.fault is None and self.value is None
 
     @property
     def judged(self) -> torch.Tensor:
@@ -106,11 +113,13 @@ class LossTrial(_Catching):
         check: FiniteCheck,
         catch: Catch,
         scaler: Scaler | None = None,
+        accumulate: int = 1,
     ) -> None:
         self.function = function
         self.catch = catch
         self._faults = []
         self.scaler = scaler
+        self.accumulate = accumulate
         self._state = state
         self._check = check
         self.before_backward: Callable[[Outcome], None] | None = None
@@ -119,14 +128,14 @@ class LossTrial(_Catching):
     def forward(self, batch: Any, size: int) -> Outcome:
         """Run the loss function and look at the loss."""
         outcome = self._call(batch, size)
-        if outcome.fault is None and not math.isfinite(number := float(outcome.judged.item())):
+        if outcome.fault is None and not outcome.skipped and not math.isfinite(number := outcome.judged.item()):
             self._blame_loss(outcome, number, size)
         return outcome
 
     def run(self, batch: Any, size: int) -> Outcome:
         """Run the loss function, walk back, and look at the loss and the gradients, with one read by the host."""
         outcome = self._call(batch, size)
-        if outcome.fault is not None:
+        if outcome.fault is not None or outcome.skipped:
             return outcome
         loss = outcome.value
         # On the CPU a look costs nothing and may save the way back; elsewhere it would make the host wait twice.
@@ -134,8 +143,9 @@ class LossTrial(_Catching):
             return self._blame_loss(outcome, number, size)
         if self.before_backward is not None:
             self.before_backward(outcome)
+        root = loss if self.accumulate == 1 or outcome.count is not None else loss / self.accumulate
         try:
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            (root if self.scaler is None else self.scaler.scale(root)).backward()
         except self.catch as error:
             if must_pass(error):
                 raise
@@ -157,6 +167,8 @@ class LossTrial(_Catching):
                 raise
             check_call(self.function, batch, error)
             return Outcome(self._fault(error))
+        if value is NO_LOSS:
+            return Outcome()
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
         if (self.first or not isinstance(value, torch.Tensor)) and self._state.has_own_gradients():
             refuse_own_backward()

@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, Generic, TypeVar, overload
 
 import torch
+from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
 from gradgate._loader_link import GivenBatches, LoaderIds
@@ -73,6 +74,7 @@ class ResilientLoader(Generic[Batch]):
         self, loader: DataLoader[Any], attempts: Attempts, log: LoadingLog, refill: bool, patience: int | None
     ) -> None:
         _check(loader, refill)
+        self._settings = attempts, log, refill, patience
         self._loader = loader
         self._attempts = attempts
         self._log = log
@@ -83,6 +85,7 @@ class ResilientLoader(Generic[Batch]):
         self._inner = self._reporting_loader()
         self._given = GivenBatches(log.sink)
         self._last: list[Any] = []
+        self._even = False  # whether a batch of which nothing could be loaded is given, as None
         self.exceptions: dict[str, Exception] = {}
         self.skipped = 0
 
@@ -101,6 +104,40 @@ class ResilientLoader(Generic[Batch]):
         ids = _ids(self._log, self._last)
         ids.source = self._given
         return ids
+
+    def inside(self, prepared: Any) -> Any:
+        """Load for a loader that Accelerate has prepared, which shards and moves the batches of `base_dataloader`.
+
+        Where several processes load, all have equally many batches: one of which nothing can be loaded is None, which
+        `guard.backward` takes as no samples.
+
+        Args:
+            prepared: What `accelerator.prepare(loader)` gave. It is changed in place.
+
+        Returns:
+            The prepared loader; `incidents`, `ids` and `skipped` are read from it.
+
+        Raises:
+            ArgumentTypeError: One process loads for all of them, which needs whole batches.
+            ArgumentValueError: Several processes load, with `refill`.
+        """
+        inner = prepared.base_dataloader
+        own = self if inner is self._loader else ResilientLoader(inner, *self._settings)
+        own._even = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        if own._even and type(prepared).__name__ == "DataLoaderDispatcher":
+            raise ArgumentTypeError(
+                "resilient(): the loader is a DataLoaderDispatcher, in which one process loads for all.",
+                why="it cuts each batch into equal parts, and would lose rows of a batch that is short.",
+                fix="Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))",
+            )
+        if own._even and self._refill:
+            raise ArgumentValueError(
+                "resilient(): `refill` is True, and several processes load.",
+                why="the one that has fewer samples would have fewer batches, and the others would wait for it.",
+                fix="gg.resilient(loader, refill=False)",
+            )
+        prepared.base_dataloader = own
+        return prepared
 
     def __len__(self) -> int:
         return len(self._inner)  # not the loader's: torch warns in an epoch of what it was asked here
@@ -136,8 +173,8 @@ class ResilientLoader(Generic[Batch]):
                 for batch, report in batches:
                     if self._is_ready(report, requests, streak):
                         self._last = kept = report.kept
-                        self._given.add(batch, partial(_ids, self._log, kept))
-                        yield batch
+                        self._given.add(batch if kept else None, partial(_ids, self._log, kept))
+                        yield batch if kept else None
                 if self._refilling is None or requests is None or not requests.more():
                     break
                 # The loader came to its end before we knew that there is something to ask for again. Starting it draws
@@ -166,7 +203,7 @@ class ResilientLoader(Generic[Batch]):
         good = len(report.indices) - len(report.bad)
         if not good:
             self.skipped += 1 if report.indices else 0
-            return False
+            return self._even and bool(report.indices)
         return not (self._refill and self._loader.drop_last and good < self._size)
 
     def _write_down(self, report: Report, requests: Requests | None, asked: Asked | None, streak: _BadStreak) -> None:
@@ -346,6 +383,8 @@ def resilient(
     with an incident, and the batch goes on without it. Any number of workers, any sampler, any collation; batches that
     have no bad sample are exactly those of the loader. No index ever answers with another sample.
 
+    Around a loader that `accelerator.prepare` gave: the same, inside of it.
+
     Around a dataset: a bad sample is given as a `BadSample`, which `gg.collate` leaves out.
 
     Args:
@@ -414,6 +453,8 @@ def resilient(
     attempts = Attempts(_classes("catch", catch), _classes("retry_on", retry_on), retries, float(backoff))
     if ledger is not None:
         sink = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+    if isinstance(inner := getattr(source, "base_dataloader", None), DataLoader):  # prepared by Accelerate
+        return ResilientLoader(inner, attempts, LoadingLog(inner.dataset, ids, sink), refill, patience).inside(source)
     if isinstance(source, DataLoader):
         return ResilientLoader(source, attempts, LoadingLog(source.dataset, ids, sink), refill, patience)
     if not isinstance(source, Dataset) and not hasattr(source, "__getitem__"):

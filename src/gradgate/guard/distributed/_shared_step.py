@@ -43,7 +43,7 @@ class SharedStep:
         self._snapshot: bytes | None = None
         self._incidents: tuple[Incident, ...] = ()
 
-    def run(self, loss_fn: LossFunction, scaler: Scaler | None) -> GuardResult:
+    def run(self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int) -> GuardResult:
         """Make the step."""
         guard = self._guard
         error: BaseException | None = None
@@ -58,7 +58,7 @@ class SharedStep:
             guard._state.remember(guard._reader.leaves(self._batch) if self._size else ())
             try:
                 if error is None:
-                    error = self._alone(loss_fn, scaler)
+                    error = self._alone(loss_fn, scaler, accumulate)
                 result = self._together(error)
             except torch.AcceleratorError:
                 guard._state.give_back(device_died=True)  # the device died; more would only hide its error
@@ -79,14 +79,14 @@ class SharedStep:
             first = self._agreement.gather((guard.run, Wishes.of(guard._sinks, guard.payload)))[0]
             guard.run, guard._wishes = first
 
-    def _alone(self, loss_fn: LossFunction, scaler: Scaler | None) -> BaseException | None:
+    def _alone(self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int) -> BaseException | None:
         """Make the step of this rank's samples, and give what was raised and no sample is blamed for."""
         guard, state = self._guard, self._guard._state
         if not self._size:
             self._recovered = Recovered(None, [], [])
             return None
         try:
-            trial = LossTrial(loss_fn, state, self._agreement.check(guard._check), guard._catch, scaler)
+            trial = LossTrial(loss_fn, state, self._agreement.check(guard._check), guard._catch, scaler, accumulate)
             trial.before_backward = self._before_backward
             if guard._first:
                 trial.first = True
@@ -95,6 +95,8 @@ class SharedStep:
             untouched = with_own_containers(self._batch)
             self._outcome = trial.run(self._batch, self._size)
             trial.before_backward = None
+            if self._outcome.skipped:
+                self._recovered = Recovered(None, [], [])
             if self._outcome.fault is not None:
                 self._batch = untouched
                 self._search(trial, self._outcome.fault, writes)

@@ -1,0 +1,125 @@
+"""The guard in a loop of Hugging Face Accelerate: its precision, accumulation and processes stay in force.
+
+Importing this module also lets `accelerator.prepare` prepare the loaders of `gg.resilient`. Without it, Accelerate
+returns them as they are, and every process trains on all data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+
+from gradgate._loader_link import follow
+from gradgate.errors import ArgumentTypeError
+from gradgate.guard import Guard, GuardResult
+from gradgate.loading import ResilientLoader
+
+__all__ = ["AcceleratedGuard"]
+
+STATE = "gradgate.json"
+"""The file of the guard's state, in the folder of `accelerator.save_state`."""
+
+
+class AcceleratedGuard(Guard):
+    """A `Guard` whose `backward` stands in place of `accelerator.backward(loss)`.
+
+    The model's autocast and the accelerator's scaler are in force, a mean loss is divided by
+    `gradient_accumulation_steps`, inside of `accelerator.accumulate(model)` too, and processes in
+    DistributedDataParallel or FSDP2 make every step together. `global_step` counts the steps of the optimizer. The
+    counters are saved and loaded by `accelerator.save_state` and `load_state`.
+
+    Args:
+        accelerator: The accelerator.
+        model: The model that `accelerator.prepare` gave, or several.
+        ledger: As for `Guard`.
+        **options: What else `Guard` takes.
+
+    Raises:
+        ArgumentTypeError: DeepSpeed or Megatron-LM has the backward pass, or the model is not prepared.
+
+    Examples:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> guard = AcceleratedGuard(accelerator, model)
+        >>> x = torch.randn(8, 3)
+        >>> x[5] = float("nan")
+        >>> guard.backward(x, lambda x: model(x).square().mean(), ids=range(100, 108)).dropped[0].sample_id
+        '105'
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Any, ledger: Any = None, **options: Any) -> None:
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ArgumentTypeError(
+                f"AcceleratedGuard(): the accelerator uses {accelerator.distributed_type.value}.",
+                why="it makes the backward pass itself, with partial gradients that cannot be taken back.",
+                fix="Accelerator()   # DistributedDataParallel; or FSDP2 by FullyShardedDataParallelPlugin",
+            )
+        modules = [model] if isinstance(model, torch.nn.Module) else list(model)
+        if not all(getattr(module, "_is_accelerate_prepared", False) for module in modules):
+            raise ArgumentTypeError(
+                "AcceleratedGuard(): `model` was not prepared by this accelerator.",
+                why="the processes would not share its gradients, and no precision would be in force.",
+                fix="model = accelerator.prepare(model)   # then AcceleratedGuard(accelerator, model)",
+            )
+        super().__init__(model, ledger, **options)
+        self._arguments = {"accelerator": accelerator, **self._arguments}
+        self._accelerator = accelerator
+        self._move_to(0, 0, accelerator.gradient_accumulation_steps)
+        for loader in accelerator._dataloaders:
+            follow(loader, None, self)
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
+
+    def backward(self, batch: Any, loss_fn: Callable[[Any], Any], ids: Any = None, **_: Any) -> GuardResult:
+        """Make forward, loss and backward of a batch, in place of `accelerator.backward(loss)`.
+
+        Args:
+            batch: A batch of the prepared loader.
+            loss_fn: As for `Guard.backward`; with `(total, count)`, call `finish` before `optimizer.step()` where
+                `accelerator.sync_gradients` is True.
+            ids: As for `Guard.backward`. Those of `gg.resilient` loaders are found, moved and loaded ahead or not.
+
+        Returns:
+            As `Guard.backward`.
+        """
+        accelerator, step = self._accelerator, self.global_step
+        made, per_step = self._window[0], accelerator.gradient_accumulation_steps
+        result = super().backward(batch, loss_fn, ids, scaler=accelerator.scaler, accumulate=per_step)
+        if accelerator.sync_gradients:
+            self._move_to(step + 1, 0, per_step)
+        else:
+            self._move_to(step, made + 1, per_step)
+        return result
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        if self._accelerator.is_main_process:
+            (Path(folder) / STATE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
+
+    def _load(self, models: Any, folder: str) -> None:
+        if (path := Path(folder) / STATE).exists():  # it does not in checkpoints from before there was a guard
+            self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _preparing_resilient(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `Accelerator.prepare` take resilient loaders: it prepares their loader, and they load inside of that."""
+
+    @wraps(prepare)
+    def prepare_all(self: Accelerator, *args: Any, **options: Any) -> Any:
+        given = [arg._loader if isinstance(arg, ResilientLoader) else arg for arg in args]
+        prepared = prepare(self, *given, **options)
+        for arg, made in zip(args, prepared if len(args) > 1 else (prepared,), strict=True):
+            if isinstance(arg, ResilientLoader):
+                arg.inside(made)
+        return prepared
+
+    return prepare_all
+
+
+Accelerator.prepare = _preparing_resilient(Accelerator.prepare)
