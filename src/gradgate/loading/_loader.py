@@ -173,8 +173,9 @@ class ResilientLoader(Generic[Batch]):
                 for batch, report in batches:
                     if self._is_ready(report, requests, streak):
                         self._last = kept = report.kept
-                        self._given.add(batch if kept else None, partial(_ids, self._log, kept))
-                        yield batch if kept else None
+                        given: Any = batch if kept else None
+                        self._given.add(given, partial(_ids, self._log, kept))
+                        yield given
                 if self._refilling is None or requests is None or not requests.more():
                     break
                 # The loader came to its end before we knew that there is something to ask for again. Starting it draws
