@@ -116,3 +116,57 @@ def test_a_fault_inside_a_function_is_its_own():
 def test_compiled_whole():
     compiled = torch.compile(lambda x: masked.mean(gg.gate(x, x > 2), 1, keep=x > 1), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(X), masked.mean(X, 1, keep=X > 1))
+
+
+# --- what a person sees of an object ---------------------------------------------------------------------------------
+
+
+def test_every_public_class_has_a_repr_of_its_own():
+    classes = {
+        getattr(module, name)
+        for module in map(gg.__getattr__, gg._PACKAGES)
+        for name in module.__all__
+        if isinstance(getattr(module, name), type) and not getattr(getattr(module, name), "_is_protocol", False)
+    }
+    assert len(classes) > 30
+    assert not [kind for kind in classes if kind.__repr__ is object.__repr__]
+
+
+def made(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    data, book = torch.utils.data.TensorDataset(torch.ones(4, 3)), gg.Ledger(tmp_path / "run.ledger", run="night")
+    book.record(gg.Incident(stage="load", cause="exception", sample_id="2"))
+    shown = f"Ledger({str(tmp_path / 'run.ledger')!r}, run='night')"
+    guard = gg.Guard([model, torch.nn.ReLU()], ledger=book)
+    guard.backward(torch.ones(4, 3), lambda batch: model(batch).mean())
+    exact = losses.ExactMean(model)
+    yield guard, f"Guard(Sequential, ReLU, steps=1, samples=4, dropped=0, {shown})"
+    yield book, shown
+    yield exact, "ExactMean(Sequential, nothing added yet)"
+    exact.backward(model(torch.ones(2, 3)).sum(), 2)
+    yield exact, "ExactMean(Sequential, finish() is due)"
+    yield gg.at(X)[1:, ..., [0, 2], None, ::2], "at(a float32 tensor of shape (2, 3))[1:, ..., [0, 2], None, ::2]"
+    yield gg.at(X)[KEEP], "at(a float32 tensor of shape (2, 3))[a bool tensor of shape (2, 3)]"
+    sampler = gg.QuarantineSampler(torch.utils.data.SequentialSampler(data), book)
+    yield sampler, f"QuarantineSampler(SequentialSampler, {shown}, known_bad=1)"
+    yield gg.without(data, book), "without(TensorDataset: 3 of 4 samples)"
+    yield gg.resilient(torch.utils.data.DataLoader(data)), "<resilient DataLoader: 0 samples left out>"
+    yield gg.resilient(data), "<resilient TensorDataset: 0 samples left out>"
+    yield gg.Rewind(model, torch.optim.SGD(model.parameters(), 0.1)), "Rewind(step 0, 0 rewinds, no snapshot yet)"
+    yield gg.GateMeter(), "GateMeter(passed=0, stopped=0, norm_in=0, norm_out=0)"
+    yield gg.watch(model), "Watch(Sequential, bad_steps=0)"
+    yield gg.trace(model), "Tracing(steps=0, off)"
+    yield gg.pin(model[0].weight, rows=[0]), "Pin(3 of 6 elements)"
+    yield gg.train_rows(torch.nn.Embedding(10, 3), rows=[1, 2]), "RowTraining(2 of 10 rows of Embedding)"
+    with gg.freeze(model, "1.*") as handle:
+        yield handle, "FreezeHandle(1.weight, 1.bias)"
+    schedule = gg.FreezeSchedule(model, {0: ["1.*"], 3: ["0.bias"]})
+    yield schedule, "FreezeSchedule(epoch 0: 2 of 4 parameters learn; more from epoch 3 on)"
+    schedule.set_epoch(3)
+    yield schedule, "FreezeSchedule(epoch 3: 3 of 4 parameters learn)"
+    book.close()
+
+
+def test_reprs(tmp_path):
+    for thing, text in made(tmp_path):
+        assert repr(thing) == text

@@ -312,6 +312,9 @@ class Tracing:
         run = self.history.findings(self._learned if self._ended and self._exception is None else set())
         return Diagnosis(fold((*self._findings, *unused_findings(unused), *run)), self._exception, *self._drawn)
 
+    def __repr__(self) -> str:
+        return f"Tracing(steps={self.steps}, {'on' if self.tracing else 'off'})"
+
     def __enter__(self) -> Tracing:
         try:
             self._examination.tracer.install()

@@ -159,6 +159,9 @@ class Watch:
         self._replaying = False
         self._patches = Patches()
 
+    def __repr__(self) -> str:
+        return f"Watch({type(self._model).__name__}, bad_steps={self.bad_steps})"
+
     def __enter__(self) -> Watch:
         hooks = step_hooks(self._optimizer)
         self._patches.put(hooks, self, self._before_step)

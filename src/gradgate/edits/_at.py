@@ -194,6 +194,10 @@ class Selection(Generic[Result]):
         self._index = index
         self._finish = finish
 
+    def __repr__(self) -> str:
+        index = self._index if isinstance(self._index, tuple) else (self._index,)
+        return f"at({describe(self._x)})[{', '.join(map(_shown, index))}]"
+
     def set(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Put a value there; of several values for one place the last one, in the order of the index.
 
@@ -473,3 +477,11 @@ class Selection(Generic[Result]):
         if parsed.missed or places.nowhere:
             return self._finish(x.clone())
         return self._finish(parsed.restore(x, places.tried(partial(on_places, places, view, places.gather(value)))))
+
+
+def _shown(part: object) -> str:
+    """Write one part of an index as in the source."""
+    if isinstance(part, slice):
+        ends = ["" if end is None else str(end) for end in (part.start, part.stop, part.step)]
+        return ":".join(ends if ends[2] else ends[:2])
+    return "..." if part is ... else describe(part) if isinstance(part, torch.Tensor) else repr(part)

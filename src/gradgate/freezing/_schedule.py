@@ -73,6 +73,12 @@ class FreezeSchedule:
         self.at = 0
         self._apply(0)
 
+    def __repr__(self) -> str:
+        learning, later = len(self.learning()), [str(at) for at in self._learns if at > self.at]
+        more = f"; more from {self._by} {', '.join(later)} on" if later else ""
+        total = len(named_parameters(self._model))
+        return f"FreezeSchedule({self._by} {self.at}: {learning} of {total} parameters learn{more})"
+
     def set_epoch(self, epoch: int) -> None:
         """Let learn what learns in this epoch, and freeze the rest.
 

@@ -16,7 +16,7 @@ import torch
 from gradgate._batches import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids
 from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
-from gradgate._names import describe
+from gradgate._names import describe, listed
 from gradgate._state import TrainingState, capture, divide_gradients
 from gradgate._torch_private import (
     add_tensors,
@@ -155,6 +155,11 @@ class Guard:
         self._more = False
         self._others_have_more: bool | None = None
         self._window = (0, 1)
+
+    def __repr__(self) -> str:
+        names = [type(module).__name__ for module in self._modules]
+        made = f"steps={self._tally.steps}, samples={self._tally.samples}, dropped={self._tally.dropped}"
+        return ", ".join([f"Guard({listed(names)}", made, *map(repr, self._sinks)]) + ")"
 
     def backward(
         self,

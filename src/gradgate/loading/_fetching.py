@@ -60,6 +60,10 @@ class _Noting(Around):
         """What was left out in this process; a worker's incidents are in the worker, and in the sink."""
         return self._log.incidents
 
+    def __repr__(self) -> str:
+        left_out = sum(not incident.transient for incident in self.incidents)
+        return f"<resilient {type(self._dataset).__name__}: {left_out} samples left out>"
+
     def _noted(self, sample: Any) -> Any:
         return self._log.noted(sample) if isinstance(sample, BadSample) else sample
 

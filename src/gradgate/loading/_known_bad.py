@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed
 from torch.utils.data import Dataset, IterableDataset, Sampler, Subset
@@ -34,6 +34,10 @@ class _Without(Subset[Sample]):
     def __init__(self, dataset: Dataset[Sample], indices: Sequence[int], names: Names) -> None:
         super().__init__(dataset, indices)
         self._names = names
+
+    def __repr__(self) -> str:
+        whole = len(cast("Sized", self.dataset))
+        return f"without({type(self.dataset).__name__}: {len(self.indices)} of {whole} samples)"
 
     def sample_id(self, index: int) -> str:
         """Give the name of a sample in the whole dataset, which is the one that belongs in a ledger."""
@@ -145,6 +149,9 @@ class QuarantineSampler(Sampler[Any]):
         self.epoch = 0
         self._length: int | None = None
         self._bad = self._known()
+
+    def __repr__(self) -> str:
+        return f"QuarantineSampler({type(self.sampler).__name__}, {self.ledger!r}, known_bad={len(self._bad)})"
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; needed for `retry_after`, and passed on to the sampler within.

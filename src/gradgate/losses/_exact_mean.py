@@ -51,6 +51,10 @@ class ExactMean:
         self._group = group if group is not None else getattr(model, "process_group", None)
         self._totals: torch.Tensor | None = None
 
+    def __repr__(self) -> str:
+        state = "nothing added yet" if self._totals is None else "finish() is due"
+        return f"ExactMean({type(self.model).__name__}, {state})"
+
     def backward(self, loss_sum: torch.Tensor, count: int | float | torch.Tensor, *, scaler: Any = None) -> None:
         """Add one micro-batch: run backward from its sum, and remember how much went into it.
 

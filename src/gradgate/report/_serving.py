@@ -63,6 +63,9 @@ class LiveView:
         """The address of the page."""
         return f"http://{_ADDRESS}:{self._server.server_address[1]}/"
 
+    def __repr__(self) -> str:
+        return f"LiveView({self.url!r})"
+
     def serve(self) -> None:
         """Answer until `close` is called from elsewhere, or an interrupt comes."""
         self._server.serve_forever(poll_interval=0.2)
