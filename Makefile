@@ -35,7 +35,7 @@ $(VENV)/.docs: $(VENV)/.dev
 
 # torch is named again, so that no framework brings another one.
 $(VENV)/.frameworks: $(VENV)/.dev
-	$(PIP) install "$(TORCH)" --editable ".[frameworks]"
+	$(PIP) install "torch==$(TORCH)" --editable ".[frameworks]"
 	@touch $@
 
 demo: $(VENV)/.demo       ## why this library exists, on real data, in under two minutes
