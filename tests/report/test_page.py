@@ -14,7 +14,7 @@ import gradgate as gg
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.ledger import Ledger
 from gradgate.records import Incident
-from gradgate.report import _incidents, render_page, write_page
+from gradgate.report import _columns, render_page, write_page
 from tests.ledger.made import ROOT, incident
 from tests.report.made import HOSTILE, MemoryBook, diagnosis, many
 from tests.report.reading import column, data_of
@@ -77,14 +77,14 @@ def test_an_empty_ledger_is_a_page_too(tmp_path):
 
 
 def test_the_newest_are_on_the_page_and_all_are_counted(monkeypatch):
-    monkeypatch.setattr(_incidents, "LIMIT", 10)
+    monkeypatch.setattr(_columns, "LIMIT", 10)
     data = data_of(render_page(MemoryBook(many(25))))["ledger"]
     assert data["total"] == 25
     assert data["id"] == [one.id[:8] for one in many(25)[15:]]
 
 
 def test_too_much_text_is_cut_and_it_is_said(monkeypatch):
-    monkeypatch.setattr(_incidents, "_TEXT", 400)
+    monkeypatch.setattr(_columns, "_TEXT", 400)
     data = data_of(render_page(MemoryBook(many(100))))["ledger"]
     assert data["cut"]
     assert max(map(len, data["columns"]["message"]["words"])) == 41

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradgate._payload import encode
 from gradgate.records import Incident
-from gradgate.report import _incidents
+from gradgate.report import _columns
 from gradgate.report._columns import Budget, choose_previews, look_at
 from tests.report.made import MemoryBook
 
@@ -178,7 +178,7 @@ def recorded(number, **more):
 
 
 def test_one_of_each_kind_comes_first_then_the_newest(monkeypatch):
-    monkeypatch.setattr(_incidents, "_SHOWN", 4)
+    monkeypatch.setattr(_columns, "_SHOWN", 4)
     incidents = [recorded(0, where="rare.py:1"), *(recorded(number) for number in range(1, 50))]
     book = MemoryBook(incidents, {one.id: encode(torch.tensor([int(one.id)])) for one in incidents})
     shown = choose_previews(book, incidents)
