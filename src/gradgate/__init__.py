@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Type checkers take this name for True; importing it from typing would be most of the cost of this import.
 TYPE_CHECKING = False

@@ -22,7 +22,7 @@ from gradgate.records import Finding
 
 __all__ = ["assert_finite_grads", "assert_frozen", "assert_learns", "assert_no_cut"]
 
-LossFn = Callable[..., torch.Tensor]
+LossFn = Callable[[Any], torch.Tensor] | Callable[[Any, Any], torch.Tensor]
 
 _CUTS = ("GG101", "GG103", "GG105", "GG201")
 _BAD = ("GG401", "GG402", "GG403", "GG404", "GG405", "GG502")
@@ -124,7 +124,9 @@ def assert_frozen(*handles: Any) -> None:
     freezing.assert_frozen(*handles)
 
 
-def _step_of(model: torch.nn.Module, batch: Any, loss_fn: LossFn, function: str) -> Callable[[], torch.Tensor]:
+def _step_of(
+    model: torch.nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], function: str
+) -> Callable[[], torch.Tensor]:
     check_module(model, name="model", function=function)
     if not callable(loss_fn):
         raise ArgumentTypeError(
@@ -147,7 +149,7 @@ def _step_of(model: torch.nn.Module, batch: Any, loss_fn: LossFn, function: str)
     return step
 
 
-def _takes_model(loss_fn: LossFn) -> bool:
+def _takes_model(loss_fn: Callable[..., torch.Tensor]) -> bool:
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature

@@ -6,7 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
+import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -106,38 +107,38 @@ def test_both_sides_number_the_sources_alike():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["cc", "false"])
-def test_a_wheel_with_and_without_a_compiler(compiler, tmp_path):
-    """Without one the wheel is for any machine, and the package runs on torch alone."""
+def test_sdist_wheel_and_a_fresh_environment(compiler, tmp_path):
+    """The sdist builds the wheel, which installs and runs; without a compiler it is for any machine, on torch alone."""
     if compiler == "cc" and shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
     pytest.importorskip("hatchling")
-    source = tmp_path / "source"
-    wanted = ("src/gradgate", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
-    for name in wanted:
-        path = ROOT / name
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        else:
-            shutil.copy(path, source / name)
-    environment = {**os.environ, "CC": compiler, "GRADGATE_NATIVE": "1"}
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    done = subprocess.run(build, cwd=source, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"CC": compiler, "GRADGATE_NATIVE": "1"}
+
+    def run(*command, cwd=tmp_path):
+        words = [str(word) for word in command]
+        done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=ROOT)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert not list(source.rglob("*.so"))
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=source)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.stem.endswith("py3-none-any") == (compiler == "false")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    code = "import torch; from gradgate import _native, masked\n"
-    code += "print(_native.status, masked.sum(torch.ones(5), exclude=2).item())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "PYTHONPATH": str(tmp_path / "installed")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+
+    run(sys.executable, "-m", "venv", "--without-pip", "fresh")
+    fresh, packages = tmp_path / "fresh" / "bin", sysconfig.get_path("purelib", vars={"base": tmp_path / "fresh"})
+    # torch and the rest are those of this environment, and gradgate is not: it comes first, or not at all.
+    Path(packages, "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    run(sys.executable, "-m", "pip", "--python", fresh / "python", "install", "--no-deps", "--no-index", "-q", wheel)
+    code = "import torch, gradgate; from gradgate import masked\n"
+    code += "print(gradgate.__file__, masked.sum(torch.ones(5), exclude=2).item())"
+    assert run(fresh / "python", "-c", code) == f"{packages}/gradgate/__init__.py 5.0\n"
     expected = "torch kernels (the native ones were not built" if compiler == "false" else "native kernels ("
-    assert done.stdout.startswith(expected)
-    assert done.stdout.endswith(" 5.0\n")
+    assert expected in run(fresh / "gradgate", "--version")
+    assert Path(packages, "gradgate", "py.typed").exists()
