@@ -2,7 +2,7 @@
 
 `make compat TORCH=2.15.0 PYTHON=python3.13` makes an environment and calls this in it. Arguments are given to pytest:
 they choose a part of the suite, and the table counts the rest as not run. `--again` runs what failed last time. What
-each test did is kept in the environment, so that parts and repetitions add up, with the day of the latest run.
+each test did is kept in the environment, so that parts and repetitions add up; day and commit are of the latest run.
 """
 
 import datetime
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 OUTCOMES = Path(sys.prefix) / "gradgate-compat.json"
-HEAD = "| torch | Python | run on | passed | skipped | failed | not run |\n|---|---|---|---|---|---|---|\n"
+HEAD = "| torch | Python | run on | commit | passed | skipped | failed | not run |\n|---|---|---|---|---|---|---|---|\n"
 TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\|\n)*)")
 
 
@@ -44,17 +44,22 @@ def known_outcomes():
 
 
 def collected():
-    """List the whole suite, none of it run."""
+    """List the whole suite."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "--disable-warnings"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout
-    return {line: "not run" for line in listed.splitlines() if "::" in line}
+    return [line for line in listed.splitlines() if "::" in line]
 
 
-def row(torch_version, python_version, day, outcomes):
+def commit():
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+
+
+def row(torch_version, python_version, day, commit, outcomes):
     """Write one row of the table."""
     found = list(outcomes.values())
     counts = [found.count(outcome) for outcome in ("passed", "skipped", "failed", "not run")]
-    cells = [torch_version, python_version, day, *map(str, counts)]
+    cells = [torch_version, python_version, day, commit, *map(str, counts)]
     return f"| {' | '.join(cells)} |\n"
 
 
@@ -71,20 +76,22 @@ def main():
     import pytest
     import torch
 
-    arguments, outcomes = sys.argv[1:], known_outcomes()
+    arguments, outcomes = sys.argv[1:], {}
+    if arguments:  # a part; of tests that exist no longer, nothing is counted
+        known = known_outcomes()
+        outcomes = {name: known.get(name, "not run") for name in collected()}
     if "--again" in arguments:
+        failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
+        if not failed:
+            sys.exit("Nothing failed last time.")
         arguments.remove("--again")
-        arguments += [name for name, outcome in outcomes.items() if outcome == "failed"]
-    elif not arguments:
-        outcomes.clear()
-    elif not outcomes:
-        outcomes = collected()
+        arguments += failed
     os.chdir(ROOT)
     results = Results(outcomes)
     code = pytest.main(["--numprocesses", os.environ.get("COMPAT_PROCESSES", "2"), *arguments], plugins=[results])
     OUTCOMES.write_text(json.dumps(outcomes, indent=0), encoding="utf-8")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    new = row(torch.__version__.partition("+")[0], platform.python_version(), day, outcomes)
+    new = row(torch.__version__.partition("+")[0], platform.python_version(), day, commit(), outcomes)
     PAGE.write_text(with_row(PAGE.read_text(encoding="utf-8"), new), encoding="utf-8")
     print(new, end="")
     return int(code)

@@ -251,11 +251,11 @@ def test_a_run_replaces_the_row_of_the_same_versions():
     page = f"before\n\n{compat.HEAD}"
     for torch_version, python, passed in (("2.9.0", "3.11.7", 1), ("2.15.0", "3.11.7", 2), ("2.9.0", "3.11.7", 3)):
         outcomes = dict.fromkeys(range(passed), "passed") | {"a": "skipped", "b": "failed", "c": "not run"}
-        page = compat.with_row(page, compat.row(torch_version, python, "2026-11-16", outcomes))
+        page = compat.with_row(page, compat.row(torch_version, python, "2026-11-16", "c0ffee", outcomes))
     assert page == (
         f"before\n\n{compat.HEAD}"
-        "| 2.15.0 | 3.11.7 | 2026-11-16 | 2 | 1 | 1 | 1 |\n"
-        "| 2.9.0 | 3.11.7 | 2026-11-16 | 3 | 1 | 1 | 1 |\n"
+        "| 2.15.0 | 3.11.7 | 2026-11-16 | c0ffee | 2 | 1 | 1 | 1 |\n"
+        "| 2.9.0 | 3.11.7 | 2026-11-16 | c0ffee | 3 | 1 | 1 | 1 |\n"
     )
 
 
