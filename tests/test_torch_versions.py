@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import gradgate
 from gradgate import _torch_private
@@ -192,6 +193,7 @@ def test_a_name_that_nothing_replaces_is_an_error_where_it_is_used():
 ON_A_TORCH_THAT_LACKS_MUCH = """
 import pkgutil, sys, warnings
 import torch
+import yaml
 resolve, replaced = pkgutil.resolve_name, sys.argv[1].split()
 def resolve_all_but(name):
     if name in replaced:
@@ -269,3 +271,22 @@ def test_the_pages_and_the_package_say_the_same_versions():
     for row in rows:
         version = tuple(map(int, row.split("|")[1].split(".")[:2]))
         assert _torch_private.OLDEST <= version <= _torch_private.NEWEST
+
+
+def test_the_workflow_tests_the_oldest_the_pinned_and_the_newest_torch():
+    root = PACKAGE.parents[1]
+    text = (root / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    jobs, makefile = yaml.safe_load(text)["jobs"], (root / "Makefile").read_text(encoding="utf-8")
+    runs = jobs["linux"]["strategy"]["matrix"]["include"]
+    pinned = re.search(r"^TORCH \?= (\S+)$", makefile, re.MULTILINE)[1]
+    oldest, newest = (f"{major}.{minor}.0" for major, minor in (_torch_private.OLDEST, _torch_private.NEWEST))
+    assert [run["torch"] for run in runs] == [oldest, pinned, newest]
+    classifiers = re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text(encoding="utf-8"))
+    assert [run["python"] for run in runs] == classifiers
+    assert f"pip install torch=={pinned}" in text
+    for targets in re.findall(r"make ([a-z ]+)", text):
+        assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets.split())
+    folders = re.findall(r"(?<= )tests/\w+", text)
+    assert len(folders) == 6
+    assert all((root / folder).is_dir() for folder in folders)
+    assert jobs["nightly"]["continue-on-error"] is True
