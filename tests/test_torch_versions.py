@@ -21,7 +21,11 @@ PACKAGE = Path(gradgate.__file__).parent
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_torch_private.py"]
 
 # Private names of the standard library: nobody but Python can take them away.
-STANDARD = {"_getframe", "_current_frames", "_exit", "_replace", "_fields", "_run", "_callback", "_get_running_loop"}
+STANDARD = {
+    *("_getframe", "_current_frames", "_exit", "_replace", "_fields", "_run", "_callback", "_get_running_loop"),
+    "_is_protocol",
+}
+ACCELERATE = {"_dataloaders", "_is_accelerate_prepared"}
 OF_OBJECTS = {"_orig_mod", "_fsdp_state"}.union(
     dir(torch.ones(1, requires_grad=True) * 1),
     dir(torch.nn.Linear(1, 1)),
@@ -31,7 +35,7 @@ OF_OBJECTS = {"_orig_mod", "_fsdp_state"}.union(
     dir(torch.autograd.Function),
     dir(torch.ops.aten.add.Tensor),
     dir(torch.ones(1).untyped_storage()),
-)
+).difference(STANDARD)
 """Names that tensors, modules, optimizers and nodes of the graph have."""
 FOREIGN_BASES = ("Module", "Tensor", "Function", "Optimizer")
 
@@ -50,7 +54,7 @@ def own_names(tree):
 
 
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-OWN = {name for tree in TREES.values() for name in own_names(tree) if is_private(name)} | STANDARD
+OWN = {name for tree in TREES.values() for name in own_names(tree) if is_private(name)} | STANDARD | ACCELERATE
 
 
 def private_torch_names(tree):
