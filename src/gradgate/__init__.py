@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from gradgate.gates import GateMeter as GateMeter
     from gradgate.gates import ReverseGrad as ReverseGrad
     from gradgate.gates import ScaleGrad as ScaleGrad
+    from gradgate.gates import check as check
     from gradgate.gates import clip_grad as clip_grad
     from gradgate.gates import finite_grad as finite_grad
     from gradgate.gates import gate as gate
@@ -90,6 +91,7 @@ _PACKAGE_OF = {
     "apply_where": "masked",
     "at": "edits",
     "carry_mode": "modes",
+    "check": "gates",
     "clip_grad": "gates",
     "collate": "loading",
     "diagnose": "doctor",

@@ -689,6 +689,7 @@ _is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", _NO_VMAP, lambd
 _is_batched = _find("_C._functorch.is_batchedtensor", _NO_VMAP, lambda tensor: True)
 _is_batched_in_the_old_way = _find("_C._functorch.is_legacy_batchedtensor", _NO_VMAP, lambda tensor: False)
 _unwrapped = _find("_C._functorch.get_unwrapped", _NO_VMAP)
+_batch_dimension = _find("_C._functorch.maybe_get_bdim", _NO_VMAP)  # -1 where torch.func.grad or jvp wraps it
 
 inside_functorch = _find("_C._are_functorch_transforms_active", "torch.func is not noticed", lambda: False)
 """Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
@@ -733,6 +734,15 @@ def _is_concrete(tensor: torch.Tensor) -> bool:
         tensor = _unwrapped(tensor)
     # torch.autograd.grad(is_grads_batched=True) still runs backward under the older vmap, which nothing above sees.
     return not (_is_batched_in_the_old_way(tensor) or tensor.is_meta or isinstance(tensor, _FAKE_TENSOR))
+
+
+def without_batching(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the values of all samples that vmap holds in a tensor, with its dimension in front, the outermost first."""
+    while _is_wrapped(tensor):
+        place = _batch_dimension(tensor)
+        tensor = _unwrapped(tensor)
+        tensor = tensor if place < 0 else tensor.movedim(place, 0)
+    return tensor
 
 
 _NO_KERNELS = "the native kernels are not used"

@@ -10,6 +10,7 @@ The tree::
     |   |   `-- NothingMatchedError (LookupError)   a name or pattern found nothing
     |   `-- ArgumentIndexError   (IndexError)
     |-- BadStepError             (ArithmeticError)   a step would have written NaN or Inf into the weights
+    |-- FailedCheckError         (RuntimeError)     a tensor breaks a condition that `gg.check` asks for
     |-- FrozenMovedError         (AssertionError)   a frozen value is not what it was
     |-- TooManyBadSamples        (RuntimeError)     the guard refuses to go on
     |-- TooManyRewinds           (RuntimeError)     loss spikes come again and again
@@ -39,6 +40,7 @@ __all__ = [
     "ArgumentValueError",
     "BadStepError",
     "BadStepWarning",
+    "FailedCheckError",
     "FrozenMovedError",
     "GradgateError",
     "GradgateWarning",
@@ -117,6 +119,21 @@ class BadStepError(GradgateError, ArithmeticError):
     def __init__(self, what: str, *, why: str = "", fix: str = "", diagnosis: object | None = None) -> None:
         super().__init__(what, why=why, fix=fix)
         self.diagnosis = diagnosis
+
+
+class FailedCheckError(GradgateError, RuntimeError):
+    """A tensor breaks a condition that `gg.check` asks for.
+
+    Args:
+        what: The message of the check, with the rows.
+        why: Why that is wrong.
+        fix: The way out.
+        rows: The rows that break the condition; none where it is about all of the tensor.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", rows: Sequence[int] = ()) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.rows: tuple[int, ...] = tuple(rows)
 
 
 class FrozenMovedError(GradgateError, AssertionError):

@@ -58,6 +58,7 @@ ROWS = [
         (EMPTY,),
         oracle=lambda x: oracles.straight_through(x.sgn(), x * x),
     ),
+    Row("gg.check", lambda x: gg.check(x, "finite") * 2, (X,), (EMPTY,), oracle=lambda x: x * 2),
 ]
 
 

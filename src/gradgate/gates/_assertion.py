@@ -1,0 +1,108 @@
+"""`check`: a tensor that must fulfil a condition, or the rows that do not are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from gradgate._checks import check_tensor
+from gradgate._names import describe, listed
+from gradgate._torch_private import assert_later, has_data, without_batching
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, FailedCheckError
+
+ENABLED = __debug__ and os.environ.get("GRADGATE_CHECKS", "1") != "0"
+
+Condition = Literal["finite"] | Callable[[torch.Tensor], torch.Tensor | bool]
+
+
+def check(x: torch.Tensor, condition: Condition, message: str = "") -> torch.Tensor:
+    """Give x back, or raise and name the rows (samples) of x that break a condition.
+
+    The guard takes the error for the fault of those samples. It reads one number on the host, so that the error comes
+    from this line. Under `torch.compile` it is torch's own assertion: nothing waits for a device, and the error is a
+    RuntimeError with the message and without rows. Under vmap the rows are those of the outermost batch dimension.
+    With `python -O`, or `GRADGATE_CHECKS=0` in the environment, nothing is checked.
+
+    Args:
+        x: Any tensor; its rows are samples.
+        condition: "finite", or a function of x that gives a bool, or a boolean tensor: one answer for each element,
+            for each row, or for all of x. True is good.
+        message: What the error says first.
+
+    Returns:
+        x itself.
+
+    Raises:
+        FailedCheckError: The condition is false somewhere. `error.rows` has the rows.
+        ArgumentTypeError: x is not a tensor, or the condition is none of the above or gives something else.
+        ArgumentValueError: The condition is another word than "finite", or gives a tensor that does not fit x.
+
+    Gradient:
+        That of x: the call does nothing to it. NaN and Inf that arrive go on.
+
+    Examples:
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
+        >>> gg.check(x, lambda x: x[:, 0] > 0) is x
+        True
+        >>> gg.check(x, "finite", "activations of the encoder")
+        Traceback (most recent call last):
+            ...
+        gradgate.errors.FailedCheckError: activations of the encoder: 1 of 2 rows is not finite: 1. x[1, 1] is nan.
+    """
+    if not ENABLED:
+        return x
+    check_tensor(x, name="x", function="check")
+    good = _answers(x, condition)
+    named = getattr(condition, "__name__", type(condition).__name__)
+    wrong = ("is not finite", "are not finite") if condition == "finite" else (f"breaks {named}", f"break {named}")
+    if torch.compiler.is_compiling():
+        assert_later(good.all(), f"{message or 'check()'}: some rows {wrong[1]}")
+        return x
+    good, values = without_batching(good.detach()), without_batching(x.detach())
+    if not has_data(good):
+        assert_later(good.all(), f"{message or 'check()'}: some rows {wrong[1]}")
+    elif not bool(good.all()):
+        _fail(values, good, message or "check()", wrong)
+    return x
+
+
+def _answers(x: torch.Tensor, condition: Any) -> torch.Tensor:
+    if isinstance(condition, str) and condition != "finite":
+        raise ArgumentValueError(
+            f"check(): `condition` is {condition!r}.",
+            why='the one condition with a name is "finite".',
+            fix="gg.check(x, lambda x: x > 0)",
+        )
+    if condition == "finite":
+        return x.isfinite()
+    good = condition(x) if callable(condition) else condition
+    if callable(condition) and isinstance(good, bool):
+        return torch.tensor(good)
+    if not callable(condition) or not isinstance(good, torch.Tensor) or good.dtype is not torch.bool:
+        raise ArgumentTypeError(
+            f"check(): `condition` {'gives' if callable(condition) else 'is'} {describe(good)}.",
+            why='it is "finite", or a function of x that gives a bool or a boolean tensor.',
+            fix="gg.check(x, lambda x: x > 0)",
+        )
+    if good.dim() and good.shape != x.shape[: good.dim()]:
+        raise ArgumentValueError(
+            f"check(): `condition` gives {describe(good)} for x of shape {tuple(x.shape)}.",
+            why="it gives one answer for each element of x, for each row, or for all of x.",
+            fix="gg.check(x, lambda x: (x > 0).flatten(1).all(1))   # one for each row",
+        )
+    return good
+
+
+def _fail(x: torch.Tensor, good: torch.Tensor, message: str, wrong: tuple[str, str]) -> None:
+    """Raise, with the rows and the first element."""
+    if not good.dim():
+        raise FailedCheckError(f"{message}: x {wrong[0]}.")
+    bad = (~good).nonzero().tolist()
+    place, rows = tuple(bad[0]), sorted({index[0] for index in bad})
+    first = f" x[{', '.join(map(str, place))}] is {x[place].item()}." if x.shape == good.shape else ""
+    raise FailedCheckError(
+        f"{message}: {len(rows)} of {len(good)} rows {wrong[len(rows) > 1]}: {listed(rows)}.{first}", rows=rows
+    )
