@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gradgate.freezing import FreezeSchedule as FreezeSchedule
     from gradgate.freezing import freeze as freeze
     from gradgate.freezing import pin as pin
+    from gradgate.freezing import route as route
     from gradgate.freezing import train_only as train_only
     from gradgate.freezing import train_rows as train_rows
     from gradgate.freezing import trainable as trainable
@@ -103,6 +104,7 @@ _PACKAGE_OF = {
     "replay": "replaying",
     "resilient": "loading",
     "reverse_grad": "gates",
+    "route": "freezing",
     "scale_grad": "gates",
     "straight_through": "gates",
     "trace": "doctor",

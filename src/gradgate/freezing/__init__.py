@@ -26,6 +26,7 @@ from __future__ import annotations
 from gradgate._names import suggest_names
 from gradgate.freezing._layers import FreezeHandle, freeze, thaw, train_only
 from gradgate.freezing._pins import Pin, pin
+from gradgate.freezing._routing import Conflict, Routing, route
 from gradgate.freezing._schedule import FreezeSchedule
 from gradgate.freezing._table import Totals, TrainableTable, trainable
 from gradgate.freezing._train_rows import RowTraining, merge_rows, train_rows
@@ -42,6 +43,9 @@ __all__ = [
     "merge_rows",
     "RowTraining",
     "FreezeSchedule",
+    "route",
+    "Routing",
+    "Conflict",
     "trainable",
     "TrainableTable",
     "Totals",

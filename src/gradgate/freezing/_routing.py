@@ -1,0 +1,296 @@
+"""Which loss trains which part: `route`, the conflict between losses, and its resolution."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gradgate._names import describe, listed, nearest
+from gradgate._text import user_level
+from gradgate._torch_private import Replica, as_written, shard_roots
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning
+from gradgate.freezing._layers import Selector, bare, select, wording
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """How two losses agree about one layer.
+
+    Attributes:
+        layer: The name of the module.
+        losses: The two losses.
+        cosine: The cosine of the angle between their gradients: 1 where they agree, negative where a step for one
+            undoes some of the other's, 0 where one of them is 0.
+    """
+
+    layer: str
+    losses: tuple[str, str]
+    cosine: float
+
+
+class Routing:
+    """What `route` did.
+
+    Attributes:
+        trains: The parameters that each loss trains.
+        unrouted: The trainable parameters that are in no route; they got no gradient.
+        backwards: How many backward passes it took.
+    """
+
+    def __init__(self, trains: dict[str, tuple[str, ...]], unrouted: tuple[str, ...]) -> None:
+        self.trains, self.unrouted = trains, unrouted
+        self.backwards = 0
+        self._cosines: list[tuple[str, tuple[str, str], torch.Tensor]] = []
+
+    @cached_property
+    def conflicts(self) -> list[Conflict]:
+        """The cosine for each layer and each pair of losses that train it; empty unless it was measured."""
+        # Computed with the gradients and read here, so that no step waits for a device.
+        return [Conflict(layer, pair, float(cosine)) for layer, pair, cosine in self._cosines]
+
+    def __repr__(self) -> str:
+        parts = [f"{name}: {len(names)} parameters" for name, names in self.trains.items()]
+        if self.unrouted:
+            parts.append(f"in no route: {listed(self.unrouted)}")
+        if self._cosines:
+            worst = min(self.conflicts, key=lambda one: one.cosine)
+            parts.append(f"lowest cosine {worst.cosine:.2g}, {' and '.join(worst.losses)} in {worst.layer or 'model'}")
+        return f"Routing({'; '.join(parts)})"
+
+
+def route(
+    routes: Mapping[Selector, Sequence[str]],
+    losses: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    *,
+    measure: bool = False,
+    resolve: Literal["pcgrad"] | None = None,
+    retain_graph: bool = False,
+) -> Routing:
+    """Run backward so that each part of a model learns from the losses that it is routed to, and from no other.
+
+    It takes the place of `loss.backward()`: gradients are added to `.grad`, hooks on parameters run. Losses that train
+    the same parameters share one backward pass, unless their gradients are measured or resolved; then each has its
+    own. Activations in between carry every gradient, so a loss reaches the encoder through a head it does not train.
+
+    Args:
+        routes: For each part, as a selector of `freeze`, the names of the losses that train it. A parameter in several
+            parts is trained by the losses of all of them. A part with an empty list gets no gradient.
+        losses: The losses by name, each one number. To weight them, give weighted ones.
+        model: The model.
+        measure: Whether to measure the conflict: the cosine of each pair of losses in each layer they share.
+        resolve: "pcgrad" takes out of each loss's gradient what opposes another loss (Yu et al. 2020, "Gradient
+            Surgery"), among parameters that the same losses train, and in the order of the losses instead of a random
+            one. It measures the conflict too, before.
+        retain_graph: Whether the graph is kept for another backward.
+
+    Returns:
+        What trains what, and the measured conflict.
+
+    Raises:
+        NothingMatchedError: A selector matches no parameter.
+        ArgumentTypeError: A loss is not a tensor of one number.
+        ArgumentValueError: A route names a loss that is not given, a loss is in no route or has no graph, or the
+            model is inside DistributedDataParallel or FSDP2.
+
+    Examples:
+        >>> model = torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)})
+        >>> code = model["encoder"](torch.ones(1, 2))
+        >>> losses = {"class": model["head"](code).sum(), "size": code.square().sum()}
+        >>> gg.route({"encoder.*": ["size"], "head.*": ["class"]}, losses, model)
+        Routing(class: 2 parameters; size: 2 parameters)
+    """
+    inner = bare(model, "route")
+    _check(model, routes, losses, resolve)
+    learning = {name: parameter for name, parameter in inner.named_parameters() if parameter.requires_grad}
+    learning = {as_written(name): parameter for name, parameter in learning.items()}
+    routing = _routing(inner, routes, losses, learning)
+    if measure or resolve:
+        _separately(routing, losses, learning, resolve is not None, retain_graph)
+    else:
+        together: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for loss, names in routing.trains.items():
+            if names:
+                together.setdefault(names, []).append(losses[loss])
+        for names, some in together.items():
+            _backward(routing, some, [learning[name] for name in names], retain_graph or len(together))
+    return routing
+
+
+def _routing(
+    model: nn.Module,
+    routes: Mapping[Selector, Sequence[str]],
+    losses: Mapping[str, torch.Tensor],
+    learning: dict[str, nn.Parameter],
+) -> Routing:
+    """Look up which of the parameters that learn each loss trains."""
+    allowed: dict[str, set[str]] = {loss: set() for loss in losses}
+    routed: set[str] = set()
+    used = set()
+    for selector, names in routes.items():
+        chosen = select(model, (selector,), "route")
+        routed.update(chosen)
+        for loss in (names,) if isinstance(names, str) else names:
+            if loss not in losses:
+                like = nearest(loss, list(losses))
+                raise ArgumentValueError(
+                    f"route(): {wording(selector)} is routed to {loss!r}, which is no loss.",
+                    why=f"the losses are {listed([repr(name) for name in losses])}.",
+                    fix=f"{like[0]!r}" if like else "",
+                )
+            allowed[loss].update(chosen)
+            used.add(loss)
+    if idle := [loss for loss in losses if loss not in used]:
+        raise ArgumentValueError(
+            f"route(): {listed([repr(loss) for loss in idle])} is in no route.",
+            why="it would train nothing.",
+            fix=f'{{"*": {idle}}}   # or leave it out of the losses',
+        )
+    trains = {loss: tuple(name for name in learning if name in allowed[loss]) for loss in losses}
+    if cut := [loss for loss, names in trains.items() if names and not losses[loss].requires_grad]:
+        raise ArgumentValueError(
+            f"route(): the loss {cut[0]!r} has no graph.",
+            why="something on the way to it was detached or computed without recording.",
+            fix=f"print(gg.diagnose(lambda: losses[{cut[0]!r}], model=model))",
+        )
+    unrouted = tuple(name for name in learning if name not in routed)
+    if unrouted:
+        warnings.warn(
+            f"route(): {listed(unrouted)} of {type(model).__name__} is in no route and gets no gradient; an empty list "
+            "of losses says that this is meant.",
+            GradgateWarning,
+            stacklevel=user_level(),
+        )
+    return Routing(trains, unrouted)
+
+
+def _check(model: nn.Module, routes: Any, losses: Any, resolve: Any) -> None:
+    if not isinstance(routes, Mapping) or not isinstance(losses, Mapping):
+        wrong = "routes" if not isinstance(routes, Mapping) else "losses"
+        raise ArgumentTypeError(
+            f"route(): `{wrong}` is {describe(routes if wrong == 'routes' else losses)}.",
+            why="losses have names, and each part of the model a list of these names.",
+            fix='gg.route({"encoder.*": ["reconstruction"]}, {"reconstruction": loss}, model)',
+        )
+    for name, loss in losses.items():
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ArgumentTypeError(
+                f"route(): the loss {name!r} is {describe(loss)}.",
+                why="a gradient is that of one number.",
+                fix=f"{{{name!r}: loss.mean()}}" if isinstance(loss, torch.Tensor) else "",
+            )
+    if resolve not in (None, "pcgrad"):
+        raise ArgumentValueError(
+            f"route(): `resolve` is {describe(resolve)}.",
+            why='a conflict is resolved by "pcgrad" or not at all.',
+            fix='resolve="pcgrad"',
+        )
+    if any(isinstance(part, Replica) for part in model.modules()) or shard_roots(model):
+        raise ArgumentValueError(
+            "route(): the model is inside DistributedDataParallel or FSDP2.",
+            why="they reduce gradients in the one backward that they expect after a forward.",
+            fix="with ddp.no_sync(): ...   # forward, and route() with ddp.module; then all_reduce each gradient",
+        )
+
+
+def _backward(routing: Routing, losses: list[torch.Tensor], parameters: list[nn.Parameter], keep: bool | int) -> None:
+    """Run one backward pass; the graph stays while more of them are to come, whose number is given."""
+    routing.backwards += 1
+    retain = keep is True or routing.backwards < keep
+    torch.autograd.backward(losses, inputs=parameters, retain_graph=retain)
+
+
+def _separately(
+    routing: Routing,
+    losses: Mapping[str, torch.Tensor],
+    learning: dict[str, nn.Parameter],
+    resolve: bool,
+    retain_graph: bool,
+) -> None:
+    """Run one backward for each loss, compare the gradients, and add them up."""
+    before = {name: parameter.grad for name, parameter in learning.items()}
+    gradients: dict[str, dict[str, torch.Tensor]] = {}
+    active = {loss: names for loss, names in routing.trains.items() if names}
+    try:
+        for loss, names in active.items():
+            for name in names:
+                learning[name].grad = None
+            _backward(routing, [losses[loss]], [learning[name] for name in names], retain_graph or len(active))
+            got = {name: learning[name].grad for name in names}
+            gradients[loss] = {name: gradient for name, gradient in got.items() if gradient is not None}
+        with torch.no_grad():
+            routing._cosines = _cosines(gradients, list(learning))
+            if resolve:
+                _resolve(gradients, routing.trains, list(learning))
+    finally:  # also after an error: as before the call, but for losses that were through
+        for name, parameter in learning.items():
+            parameter.grad = before[name]
+    with torch.no_grad():
+        for own in gradients.values():
+            for name, gradient in own.items():
+                old = learning[name].grad
+                in_place = old is not None and old.layout is gradient.layout
+                learning[name].grad = gradient if old is None else old.add_(gradient) if in_place else old + gradient
+
+
+def _dot(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
+    products = [
+        (one[name] * other[name]).sum(dtype=_wide(one[name])) for name in names if name in one and name in other
+    ]
+    return torch.stack(products).sum() if products else torch.zeros(())
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _cosines(
+    gradients: dict[str, dict[str, torch.Tensor]], learning: list[str]
+) -> list[tuple[str, tuple[str, str], torch.Tensor]]:
+    found = []
+    layers: dict[str, list[str]] = {}
+    for name in learning:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    for layer, names in layers.items():
+        for one, other in combinations(gradients, 2):
+            shared = [name for name in names if name in gradients[one] and name in gradients[other]]
+            if shared:
+                product = _dot(gradients[one], gradients[other], shared)
+                lengths = _norm(gradients[one], shared) * _norm(gradients[other], shared)
+                found.append((layer, (one, other), torch.where(lengths == 0, 0, product / lengths)))
+    return found
+
+
+def _norm(gradients: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
+    return _dot(gradients, gradients, names).sqrt()
+
+
+def _resolve(
+    gradients: dict[str, dict[str, torch.Tensor]], trains: dict[str, tuple[str, ...]], learning: list[str]
+) -> None:
+    """Project each gradient onto the normal plane of those that it opposes, as they were before."""
+    regions: dict[tuple[str, ...], list[str]] = {}
+    for name in learning:
+        if among := tuple(loss for loss in gradients if name in trains[loss]):
+            regions.setdefault(among, []).append(name)
+    original = {loss: dict(own) for loss, own in gradients.items()}
+    for among, names in regions.items():
+        for one in among:
+            own = gradients[one]
+            for other in among:
+                if other == one:
+                    continue
+                squared = _dot(original[other], original[other], names)
+                against = _dot(own, original[other], names).clamp(max=0)
+                factor = torch.where(squared == 0, 0, against / squared)
+                for name in names:
+                    if name in original[other]:
+                        part = original[other][name] * factor.to(original[other][name].dtype)
+                        own[name] = own[name] - part if name in own else -part
