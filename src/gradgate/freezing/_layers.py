@@ -95,6 +95,22 @@ class FreezeHandle:
         for module in self._modules.values():
             release_statistics(module, self._token)
 
+    def release_state(self, *optimizers: torch.optim.Optimizer) -> int:
+        """Drop what optimizers remember of the frozen parameters; when they thaw, it begins anew.
+
+        Args:
+            *optimizers: The optimizers; `gg.trainable(model, optimizer)` says how much they keep.
+
+        Returns:
+            How many bytes of tensors were dropped.
+        """
+        frozen = [parameter for parameter in self._parameters.values() if self._holds(parameter)]
+        released = sum(state_bytes(optimizer, parameter) for optimizer in optimizers for parameter in frozen)
+        for optimizer in optimizers:
+            for parameter in frozen:
+                optimizer.state.pop(parameter, None)
+        return released
+
     def accept(self) -> None:
         """Take the values of now as the frozen ones, after a checkpoint was loaded on purpose."""
         self._accepted = self._computed()
@@ -336,6 +352,12 @@ def _check_flag(statistics: bool, function: str) -> None:
             why="it says whether running statistics stop (True) or run on (False).",
             fix="statistics=False",
         )
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Count the memory of what an optimizer remembers of a parameter."""
+    state = optimizer.state.get(parameter, {})
+    return sum(local_part(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
 # --- Who is meant ---------------------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from gradgate._names import describe, listed
+from gradgate._torch_private import OPTIMIZER_HOOKS
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._layers import FreezeHandle, Selector, bare, freeze_named, named_parameters, select
 
@@ -30,6 +33,10 @@ class FreezeSchedule:
             is in no list never learns.
         by: Whether the numbers are epochs or steps.
         statistics: Whether running statistics of frozen parts stop.
+        lr: For some numbers of the plan, the learning rate that what thaws there begins with. It grows until it
+            reaches that of its parameter group. Each step of an optimizer uses the smaller of the two; the groups
+            themselves, their `lr` and what a scheduler does to it stay as they are.
+        growth: By how much that learning rate is multiplied each epoch (or step).
 
     Attributes:
         at: The epoch or step it stands at; 0 in the beginning.
@@ -37,8 +44,9 @@ class FreezeSchedule:
 
     Raises:
         NothingMatchedError: A selector of the plan matches nothing.
-        ArgumentTypeError: The plan is no mapping from numbers to lists.
-        ArgumentValueError: A number is negative, or the plan is empty.
+        ArgumentTypeError: The plan is no mapping from numbers to lists, or `lr` none from numbers to learning rates.
+        ArgumentValueError: A number is negative, the plan is empty, `lr` has a number that the plan has not, or
+            `growth` is not above 1.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -57,6 +65,8 @@ class FreezeSchedule:
         *,
         by: Literal["epoch", "step"] = "epoch",
         statistics: bool = True,
+        lr: Mapping[int, float] | None = None,
+        growth: float = 2.0,
     ) -> None:
         self._model = bare(model, "FreezeSchedule")
         if by not in ("epoch", "step"):
@@ -66,18 +76,35 @@ class FreezeSchedule:
                 fix='gg.FreezeSchedule(model, plan, by="step")',
             )
         _check_plan(plan)
+        _check_rates(lr, plan, growth)
         self._by = by
+        self._lr, self._growth = dict(lr or {}), growth
         self._statistics = statistics
         self._learns = {at: select(self._model, tuple(plan[at]), "FreezeSchedule") for at in sorted(plan)}
         self.handle: FreezeHandle | None = None
         self.at = 0
         self._apply(0)
+        if self._lr:
+            before, after = OPTIMIZER_HOOKS
+            before.setdefault(__name__, _before_step)
+            after.setdefault(__name__, _after_step)
 
     def __repr__(self) -> str:
         learning, later = len(self.learning()), [str(at) for at in self._learns if at > self.at]
         more = f"; more from {self._by} {', '.join(later)} on" if later else ""
+        more += "".join(f"; what thawed at {at} with lr <= {rate:.3g}" for at, rate in self._rates().items())
         total = len(named_parameters(self._model))
         return f"FreezeSchedule({self._by} {self.at}: {learning} of {total} parameters learn{more})"
+
+    def _rates(self) -> dict[int, float]:
+        """Give the learning rate of what thawed at each number, as far as it has one of its own."""
+        return {at: rate * self._growth ** (self.at - at) for at, rate in self._lr.items() if at <= self.at}
+
+    def _limits(self) -> dict[nn.Parameter, float]:
+        """Give the learning rate of each parameter that has one of its own, to be compared with its group's."""
+        known, rates = named_parameters(self._model), self._rates()
+        first = {name: at for at in reversed(self._learns) for name in self._learns[at]}  # when each one thaws
+        return {known[name]: rates[at] for name, at in first.items() if at in rates and name in known}
 
     def set_epoch(self, epoch: int) -> None:
         """Let learn what learns in this epoch, and freeze the rest.
@@ -116,7 +143,8 @@ class FreezeSchedule:
         Returns:
             Plain values that any checkpoint can frozen.
         """
-        return {"by": self._by, "at": self.at, "learns": {at: list(names) for at, names in self._learns.items()}}
+        state = {"by": self._by, "at": self.at, "learns": {at: list(names) for at, names in self._learns.items()}}
+        return {**state, "lr": dict(self._lr), "growth": self._growth} if self._lr else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a saved schedule stood.
@@ -135,6 +163,12 @@ class FreezeSchedule:
                 + (f", at {state['by']} {listed(differing)}." if differing else f": it goes by {state['by']}s."),
                 why="the run would go on with other parts learning than it had.",
                 fix="schedule = gg.FreezeSchedule(model, the_plan_of_that_run)",
+            )
+        if (dict(state.get("lr", {})), state.get("growth", self._growth)) != (self._lr, self._growth):
+            raise ArgumentValueError(
+                f"load_state_dict(): the saved schedule has lr={state.get('lr')}, growth={state.get('growth')}.",
+                why="the run would go on with other learning rates than it had.",
+                fix=f"gg.FreezeSchedule(model, plan, lr={state.get('lr')}, growth={state.get('growth')})",
             )
         self._apply(int(state["at"]))
 
@@ -187,3 +221,89 @@ def _check_plan(plan: Any) -> None:
             why="nothing would ever learn." if not plan else "epochs and steps are counted from 0.",
             fix='gg.FreezeSchedule(model, {0: ["head.*"], 3: ["layer4.*"]})',
         )
+
+
+def _check_rates(lr: Any, plan: Mapping[int, Any], growth: Any) -> None:
+    numbers = (int, float)
+    if lr is not None and not (
+        isinstance(lr, Mapping) and all(isinstance(rate, numbers) and 0 < rate < math.inf for rate in lr.values())
+    ):
+        raise ArgumentTypeError(
+            f"FreezeSchedule(): `lr` is {describe(lr)}.",
+            why="it has a positive learning rate for some numbers of the plan.",
+            fix=f"lr={{{max(plan)}: 1e-5}}",
+        )
+    if other := [at for at in lr or () if at not in plan]:
+        raise ArgumentValueError(
+            f"FreezeSchedule(): `lr` has the number {other[0]!r}.",
+            why=f"nothing thaws there; the plan has {listed(sorted(plan))}.",
+            fix=f"lr={{{max(plan)}: 1e-5}}",
+        )
+    if not (isinstance(growth, numbers) and 1 < growth < math.inf):
+        raise ArgumentValueError(
+            f"FreezeSchedule(): `growth` is {describe(growth)}.",
+            why="a learning rate that is multiplied by it must reach that of the others.",
+            fix="growth=2.0",
+        )
+
+
+# --- Learning rates inside an optimizer's step ------------------------------------------------------------------------
+
+_whole: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+"""The parameter groups of the optimizers that step with divided ones now."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Divide parameter groups for the duration of a step: what has just thawed has a learning rate of its own."""
+    _join(optimizer)  # a step that raised has left them divided
+    schedules = [schedule for reference in _last.values() if (schedule := reference()) is not None]
+    limits = {id(parameter): rate for schedule in schedules for parameter, rate in schedule._limits().items()}
+    groups = [part for group in optimizer.param_groups for part in _divided(group, limits)]
+    if all(part is group for part, group in zip(groups, optimizer.param_groups, strict=False)):
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentValueError(
+            "FreezeSchedule(): L-BFGS moves all parameters along one direction.",
+            why="what thaws cannot have a learning rate of its own there.",
+            fix="gg.FreezeSchedule(model, plan)   # without lr=",
+        )
+    _whole[optimizer] = optimizer.param_groups
+    optimizer.param_groups = groups
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _join(optimizer)
+
+
+def _divided(group: dict[str, Any], limits: Mapping[int, float]) -> list[dict[str, Any]]:
+    """Divide a group by learning rates; a group that needs none is given as it is."""
+    lr = group.get("lr")
+    parts: dict[float | None, list[torch.Tensor]] = {}
+    for parameter in group["params"]:
+        limit = limits.get(id(parameter))
+        applies = limit is not None and lr is not None and (isinstance(lr, torch.Tensor) or limit < lr)
+        parts.setdefault(limit if applies else None, []).append(parameter)
+    if set(parts) <= {None}:
+        return [group]
+    return [
+        {**group, "params": parameters, "lr": lr if limit is None else _smaller(lr, limit), _FROM: group}
+        for limit, parameters in parts.items()
+    ]
+
+
+_FROM = "gradgate_divided_from"
+
+
+def _smaller(lr: Any, limit: float) -> Any:
+    return lr.clamp(max=limit) if isinstance(lr, torch.Tensor) else min(lr, limit)
+
+
+def _join(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer its own groups again, with what the step has written into the divided ones."""
+    if optimizer in _whole:
+        for part in optimizer.param_groups:
+            if (group := part.get(_FROM)) is not None:
+                group.update({key: part[key] for key in part if key not in ("params", "lr", _FROM)})
+        optimizer.param_groups = _whole.pop(optimizer)

@@ -13,7 +13,15 @@ from torch import nn
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError
 from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
-from gradgate.freezing._layers import bare, has_statistics, held_statistics, named_modules, named_parameters, ties_of
+from gradgate.freezing._layers import (
+    bare,
+    has_statistics,
+    held_statistics,
+    named_modules,
+    named_parameters,
+    state_bytes,
+    ties_of,
+)
 from gradgate.freezing._train_rows import rows_of
 
 
@@ -75,7 +83,8 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
 
     Args:
         model: The model.
-        *optimizers: Its optimizers; with them, a parameter that would learn but is in none of them is told.
+        *optimizers: Its optimizers; with them, a parameter that would learn but is in none of them is told, and how
+            much they remember of one that is frozen.
 
     Returns:
         A dictionary by name with `shape`, `elements`, `learning` (how many elements learn), `state` ("learns",
@@ -110,6 +119,9 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
     table, elements, learning = TrainableTable(), 0, 0
     for name, parameter in known.items():
         entry = _entry(parameter, moved if optimizers else None)
+        kept = 0 if entry["learning"] else sum(state_bytes(optimizer, parameter) for optimizer in optimizers)
+        if kept:
+            entry["why"] += f"; optimizer state of {kept:,} bytes"
         entry["tied"] = list(ties.get(name, ()))
         if entry["tied"]:
             entry["why"] = "; ".join(filter(None, [entry["why"], f"tied: {', '.join(entry['tied'])}"]))
