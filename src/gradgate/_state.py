@@ -541,17 +541,10 @@ WATCHERS = "_gradgate_watchers"
 FREEZES = "freezes"
 """The kind of the watcher that knows the freezes and pins; its `count` says how many elements they freeze."""
 
-_NONE: dict[str, Any] = {}
-
-
-def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """Give the watchers of a parameter by their kind; empty for most parameters."""
-    return getattr(parameter, WATCHERS, _NONE)
-
 
 def frozen_elements(parameter: torch.Tensor) -> int:
     """Give how many elements of a parameter do not learn: frozen or pinned, or all if it does not require grad."""
     if not parameter.requires_grad:
         return parameter.numel()
-    freezes = watchers_of(parameter).get(FREEZES)
+    freezes = getattr(parameter, WATCHERS, {}).get(FREEZES)
     return int(freezes.count) if freezes is not None else 0

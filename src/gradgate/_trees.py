@@ -1,20 +1,24 @@
-"""A batch as a tree: its parts, its leaves, the same tree with other parts, and classes that know their samples."""
+"""Batches as trees: parts and leaves, the number of samples, some of their rows, their ids, rows with NaN."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from math import isfinite
 from operator import is_
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard, TypeVar, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradgate._names import describe
-from gradgate.errors import ArgumentTypeError
+from gradgate._names import describe, listed
+from gradgate._torch_private import tree_flatten, write_counts
+from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 
 def with_own_containers(tree: Any) -> Any:
@@ -204,3 +208,413 @@ BATCH_CLASSES = [
     BatchClass(lambda tree: hasattr(type(tree), "batch_dims"), lambda batch, rows: batch[rows], _count_rows),
 ]
 """Those that are known; `register_batch` puts more in front of them."""
+
+
+Rows = Sequence[int]
+Ids = Sequence[Any] | torch.Tensor
+ReadIds = str | Callable[[Any], Ids]
+Select = Callable[[Any, list[int]], Any]
+Batch = TypeVar("Batch")
+_MISSING = object()
+SELECT_FIX = "Guard(model, select=lambda batch, rows: ...)   # the same batch with only these rows"
+
+
+# --- Samples and rows -------------------------------------------------------------------------------------------------
+
+
+def register_batch(
+    cls: type[Batch], select: Callable[[Batch, list[int]], Batch], count: Callable[[Batch], int]
+) -> None:
+    """Say how batches of a class of your own are read, by every guard, also where they are parts of other batches.
+
+    The guard sees the tensors that the attributes of such a batch hold. It copies the batch by `copy.copy` before a
+    step, because a loss function may rebind its attributes.
+
+    Args:
+        cls: The class; its subclasses are read in the same way.
+        select: `select(batch, rows)` gives the same batch with only these rows, in this order, also with repeats.
+        count: `count(batch)` gives the number of samples.
+
+    Raises:
+        ArgumentTypeError: An argument has the wrong kind.
+
+    Examples:
+        >>> class Pairs:
+        ...     def __init__(self, left, right):
+        ...         self.left, self.right = left, right
+        >>> gg.guard.register_batch(
+        ...     Pairs,
+        ...     select=lambda batch, rows: Pairs(batch.left[rows], batch.right[rows]),
+        ...     count=lambda batch: len(batch.left),
+        ... )
+        >>> model = torch.nn.Linear(3, 1)
+        >>> batch = Pairs(torch.randn(4, 3), torch.tensor([0.0, 1.0, float("nan"), 1.0]))
+        >>> gg.Guard(model).backward(batch, lambda b: (model(b.left)[:, 0] - b.right).square().mean()).kept
+        [0, 1, 3]
+    """
+    given: tuple[Any, Any, Any] = cls, select, count
+    if not isinstance(given[0], type) or not all(map(callable, given)):
+        raise ArgumentTypeError(
+            f"register_batch(): the arguments are {describe(cls)}, {describe(select)} and {describe(count)}.",
+            why="a class is read by two functions of its batches.",
+            fix="gg.guard.register_batch(MyBatch, select=lambda batch, rows: batch[rows], count=len)",
+        )
+    BATCH_CLASSES.insert(0, BatchClass(lambda tree: isinstance(tree, cls), select, count))
+
+
+class BatchLayout(NamedTuple):
+    """Where the samples lie in the tensors of a batch."""
+
+    dim: int = 0
+    dims: Mapping[Any, int] = {}
+    shared: frozenset[Any] = frozenset()
+
+    def of(self, key: Any) -> BatchLayout | None:
+        """Give the layout of the part with this key; None if it is shared."""
+        if key in self.shared:
+            return None
+        return self._replace(dim=self.dims[key]) if key in self.dims else self
+
+
+class BatchReader:
+    """Counts and takes the samples of a batch."""
+
+    def __init__(
+        self,
+        batch_dim: int | Mapping[Any, int] = 0,
+        select: Select | None = None,
+        count: Callable[[Any], int] | None = None,
+        shared: Iterable[Any] = (),
+    ) -> None:
+        dim, dims = (batch_dim, {}) if isinstance(batch_dim, int) else (0, dict(batch_dim))
+        self.layout = BatchLayout(dim, dims, frozenset(shared))
+        self.batch_dim = dim
+        self._same_for_all = not (dims or self.layout.shared)
+        self._select = select
+        self._count = count
+
+    def read(self, batch: Any, ids: Ids | None = None) -> tuple[int, int, Sequence[torch.Tensor]]:
+        """Give what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
+        if ids is not None and not (hasattr(ids, "__len__") and hasattr(ids, "__getitem__")):
+            raise ArgumentTypeError(
+                f"Guard.backward(): `ids` is {describe(ids)}.",
+                why="it has one name for each row, to be looked up by the number of the row.",
+                fix="guard.backward(batch, loss_fn, ids=list(ids))",
+            )
+        plain = self._plain(batch) if self._count is None and self._select is None else None
+        if plain is None or (ids is not None and len(ids) != plain[0]):
+            return self.count(batch, ids), self.writes(batch), self.leaves(batch)
+        size, writes, takes_gradient = plain
+        return size, writes, self.leaves(batch) if takes_gradient else ()
+
+    def count(self, batch: Any, ids: Ids | None = None) -> int:
+        """Tell how many samples a batch holds."""
+        if self._count is not None:
+            found = self._count(batch)
+        elif self._select is not None:
+            found = _count_for_select(batch, self.layout, ids)
+        else:
+            # Nearly every batch is a few tensors of one length; the general way costs ten times as much.
+            plain = self._plain(batch)
+            found = -1 if plain is None else plain[0]
+            if found < 0 or (ids is not None and len(ids) != found):
+                found = self._agreed(batch, ids)
+        if (
+            ids is not None and len(ids) != found and not hasattr(ids, "if_current")
+        ):  # ids of a loader may be of another batch
+            raise ArgumentValueError(
+                f"Guard.backward(): `ids` has {len(ids)} entries, the batch has {found} samples.",
+                why="each sample has one name.",
+                fix="guard.backward(batch, loss_fn, ids=ids_of_this_batch)",
+            )
+        return found
+
+    def writes(self, batch: Any) -> int:
+        """Count the writes into the tensors of a batch that autograd has seen so far."""
+        return write_counts(leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+
+    def leaves(self, batch: Any) -> list[torch.Tensor]:
+        """List the tensors of a batch that take a gradient themselves."""
+        kind = type(batch)
+        parts = batch if kind is tuple or kind is list else (batch,) if kind is torch.Tensor else leaves_of(batch)
+        found = [part for part in parts if isinstance(part, torch.Tensor) and part.requires_grad]
+        return [tensor for tensor in found if tensor.is_leaf]
+
+    def select(self, batch: Any, rows: Rows, size: int) -> Any:
+        """Take some samples of a batch."""
+        return self.taking(batch, size)(rows, index_of(rows))
+
+    def taking(self, batch: Any, size: int) -> Callable[[Rows, torch.Tensor], Any]:
+        """Give `select` of a batch as a function of the rows, which are given as numbers and as an index."""
+        if (select := self._select) is not None:
+            return lambda rows, index: select(batch, list(rows))
+        take = taking(batch, size, self.layout)
+        return lambda rows, index: take(index)
+
+    def _plain(self, batch: Any) -> tuple[int, int, bool] | None:
+        """Give the size of a few tensors of one length, the writes to them, and whether any takes a gradient."""
+        if not self._same_for_all:
+            return None
+        kind = type(batch)
+        parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
+        size, takes_gradient, dim = -1, False, self.batch_dim
+        for part in parts:
+            if type(part) is not torch.Tensor or part.is_nested:
+                return None
+            shape = part.shape
+            if len(shape) <= dim or shape[dim] != size >= 0:
+                return None
+            size = shape[dim]
+            takes_gradient = takes_gradient or part.requires_grad
+        return None if size < 0 else (size, write_counts(parts), takes_gradient)
+
+    def _agreed(self, batch: Any, ids: Ids | None) -> int:
+        possible = _sizes(batch, self.layout)
+        if possible is None:
+            raise ArgumentTypeError(
+                f"Guard.backward(): the batch is {describe(batch)}, and nothing in it is per sample.",
+                why="the guard takes samples out of a batch, so it must see which parts belong to one sample.",
+                fix=f"guard.backward([sample], loss_fn)   # a batch of one\n{SELECT_FIX}",
+            )
+        if ids is not None and len(ids) in possible:
+            return len(ids)
+        if possible and not _only_by_length(batch, self.layout):
+            return possible[0]
+        seen = [f"{path}: {size}" for path, size in _leaf_sizes(batch, self.layout, "batch")]
+        raise ArgumentValueError(
+            f"Guard.backward(): the parts of the batch do not agree on the number of samples ({listed(seen, 8)}).",
+            why="a part that is not per sample (class weights, a flat list of tokens) cannot be told from one that is.",
+            fix="guard.backward(batch, loss_fn, ids=...)   # for a list with one tensor for each sample\n"
+            'Guard(model, shared=("class_weights",))   # keys of parts that are not per sample\n'
+            f"{SELECT_FIX}",
+        )
+
+
+def read_ids(where: ReadIds, batch: Any, size: int) -> Ids:
+    """Read the ids of the samples from a batch, by `Guard(ids=...)`."""
+    ids: Any = _MISSING
+    if not isinstance(where, str):
+        ids = where(batch)
+    else:
+        keys = list(batch.keys()) if hasattr(batch, "keys") else None
+        if keys is None:
+            ids = getattr(batch, where, _MISSING)
+        elif where in keys:
+            ids = batch[where]
+        if ids is _MISSING:
+            raise ArgumentValueError(
+                f"Guard(ids={where!r}): the batch has no {where!r}; it is {describe(batch)}.",
+                why="`ids` is a key or an attribute of each batch" + (f"; there are {listed(keys)}." if keys else "."),
+                fix="Guard(model, ids=lambda batch: ...)   # one id for each sample",
+            )
+    if not (hasattr(ids, "__len__") and hasattr(ids, "__getitem__")) or len(ids) != size:
+        raise ArgumentValueError(
+            f"Guard(ids=...): it gave {describe(ids)} for a batch of {size} samples.",
+            why="there is one id for each sample, to be looked up by the number of its row.",
+            fix="Guard(model, ids=lambda batch: ...)   # one id for each sample",
+        )
+    return cast(Ids, ids)
+
+
+def index_of(rows: Rows) -> torch.Tensor:
+    """Make an index tensor of row numbers; through a buffer, twenty times faster than `torch.tensor(list)`."""
+    if not rows:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(array("q", rows), dtype=torch.int64)
+
+
+def select_rows(tree: Any, index: torch.Tensor, size: int, layout: BatchLayout | None) -> Any:
+    """Take rows of every part of a tree that is per sample; parts of another size are shared."""
+    if layout is None:
+        return tree
+    if isinstance(tree, torch.Tensor) and not tree.is_nested:
+        dim = batch_dim_of(tree, size, layout.dim)
+        if dim is None:
+            return tree
+        # The memory layout must be the one of `x[rows]`, which a faster index_select has for contiguous x only.
+        index = index.to(tree.device)
+        return tree.index_select(dim, index) if tree.is_contiguous() else tree[(slice(None),) * dim + (index,)]
+    if is_array(tree):
+        dim = batch_dim_of(tree, size, layout.dim)
+        return tree if dim is None else tree.take(index.numpy(), axis=dim)
+    if (known := batch_class(tree)) is not None:
+        return known.select(tree, index.tolist()) if known.count(tree) == size else tree
+    if is_shared(tree):
+        return tree
+    children = children_of(tree)
+    if children is None:
+        return _items(tree, index.tolist()) if len(tree) == size else tree
+    if isinstance(tree, list | tuple) and not is_record(tree) and _as_samples(tree, size, layout):
+        return type(tree)([tree[row] for row in index.tolist()])
+    return rebuilt(tree, {key: select_rows(child, index, size, layout.of(key)) for key, child in children.items()})
+
+
+def taking(tree: Any, size: int, layout: BatchLayout | None) -> Callable[[torch.Tensor], Any]:
+    """Give `select_rows` of a tree as a function of the rows alone; what does not depend on them is done before."""
+    if isinstance(tree, torch.Tensor) and layout is not None and not tree.is_nested:
+        dim = batch_dim_of(tree, size, layout.dim)
+        if dim is not None and tree.is_cpu and tree.is_contiguous():
+            return partial(tree.index_select, dim)
+    elif type(tree) in (tuple, list) and layout is not None and not _as_samples(tree, size, layout):
+        kind, takes = type(tree), [taking(part, size, layout.of(place)) for place, part in enumerate(tree)]
+        return lambda index: kind([take(index) for take in takes])
+    return lambda index: select_rows(tree, index, size, layout)
+
+
+def batch_dim_of(tensor: Any, size: int, batch_dim: int) -> int | None:
+    """Find the dimension of a tensor or array that the samples lie along, or None where it has none."""
+    for dim in (batch_dim, 0):
+        if tensor.ndim > dim and tensor.shape[dim] == size:
+            return dim
+    return None
+
+
+def _items(tree: Any, rows: list[int]) -> Any:
+    """Take rows of an object with `__getitem__`: by a list of rows where it can, else one by one."""
+    try:
+        taken = tree[rows]
+        if len(taken) == len(rows):
+            return taken
+    except (TypeError, KeyError, IndexError, ValueError):
+        return [tree[row] for row in rows]
+    raise ArgumentTypeError(
+        f"Guard.backward(): taking {len(rows)} rows of {describe(tree)} gave {len(taken)} items.",
+        why="an object with `__getitem__` must give one item for each row that is asked for.",
+        fix=SELECT_FIX,
+    )
+
+
+def _as_samples(tree: Sequence[Any], size: int, layout: BatchLayout) -> bool:
+    """Tell whether a list holds samples, not fields: its length fits, and its fields cannot all have this size."""
+    if len(tree) != size:
+        return False
+    fields = _common(dict(enumerate(tree)), layout)
+    return fields is None or size not in fields or _are_samples(tree, layout)
+
+
+def _are_samples(tree: Sequence[Any], layout: BatchLayout) -> bool:
+    """Tell whether a list is one of samples like `(image, target)`: tuples alike, not all tensors of one batch size."""
+    if not isinstance(tree, list) or not tree or not all(type(part) is tuple for part in tree):
+        return False
+    kinds = [[(type(value), getattr(value, "dtype", None)) for value in part] for part in tree]
+    tensors = [value for part in tree for value in part if isinstance(value, torch.Tensor) or is_array(value)]
+    if not tensors or any(kind != kinds[0] for kind in kinds):
+        return False
+    return len(tensors) < sum(map(len, tree)) or not _common(dict(enumerate(tensors)), layout)
+
+
+def _sizes(tree: Any, layout: BatchLayout) -> list[int] | None:
+    """Give the numbers of samples that a tree may hold, best first; None where it says nothing."""
+    if (isinstance(tree, torch.Tensor) and not tree.is_nested) or is_array(tree):
+        shape = tuple(tree.shape)
+        return list(dict.fromkeys(shape[dim] for dim in (layout.dim, 0) if dim < len(shape))) or None
+    if (known := batch_class(tree)) is not None:
+        return [known.count(tree)]
+    if is_shared(tree):
+        return None
+    children = children_of(tree)
+    if children is None:
+        return [len(tree)]
+    fields = _common(children, layout)
+    if isinstance(tree, list | tuple) and not is_record(tree):
+        sizes = [*(fields or []), len(tree)]
+        return list(dict.fromkeys(sizes[::-1] if _are_samples(tree, layout) else sizes)) if tree else None
+    return fields
+
+
+def _common(parts: Mapping[Any, Any], layout: BatchLayout) -> list[int] | None:
+    """Give the numbers of samples that all parts may hold, best first; None where none says anything."""
+    common: list[int] | None = None
+    for key, part in parts.items():
+        below = layout.of(key)
+        sizes = None if below is None else _sizes(part, below)
+        if sizes is not None:
+            common = sizes if common is None else [size for size in common if size in sizes]
+    return common
+
+
+def _only_by_length(tree: Any, layout: BatchLayout) -> bool:
+    """Tell whether a list of tensors is a batch only if each of them is a sample: more likely, they do not fit."""
+    if not isinstance(tree, list | tuple) or is_record(tree):
+        return False
+    tensors = any(isinstance(part, torch.Tensor) or is_array(part) for part in tree)
+    return tensors and _common(dict(enumerate(tree)), layout) == []
+
+
+def _leaf_sizes(tree: Any, layout: BatchLayout | None, path: str) -> list[tuple[str, int]]:
+    """List the sizes that the parts of a tree ask for, with their paths, for a message."""
+    if layout is None:
+        return []
+    whole = isinstance(tree, torch.Tensor) or is_array(tree) or batch_class(tree) is not None or is_shared(tree)
+    children = None if whole else children_of(tree)
+    if children is None:
+        sizes = _sizes(tree, layout)
+        return [(path, sizes[0])] if sizes else []
+    return [leaf for key, child in children.items() for leaf in _leaf_sizes(child, layout.of(key), f"{path}[{key!r}]")]
+
+
+def _count_for_select(batch: Any, layout: BatchLayout, ids: Ids | None) -> int:
+    """Count the samples of a batch that only the user's `select` can cut."""
+    if ids is not None:
+        return len(ids)
+    if isinstance(batch, torch.Tensor) and not batch.is_nested:
+        return batch.size(layout.dim)
+    if (known := batch_class(batch)) is not None:
+        return known.count(batch)
+    if isinstance(batch, list | tuple | Mapping):
+        children = children_of(batch) or {}
+        key, first = next((key, child) for key, child in children.items() if key not in layout.shared)
+        return _count_for_select(first, layout.of(key) or layout, None)
+    if hasattr(type(batch), "__len__"):
+        return len(batch)
+    raise ArgumentTypeError(
+        f"Guard.backward(): the number of samples of {describe(batch)} is not known.",
+        why="`select` takes rows, but something must say how many there are.",
+        fix="Guard(model, select=..., count=lambda batch: ...)   # or guard.backward(batch, loss_fn, ids=...)",
+    )
+
+
+# --- Rows that are not finite ---------------------------------------------------------------------------------------
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """List the leaves of arguments or of an output, in most cases without the cost of looking for containers."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if type(tree) is dict else tree
+    if type(tree) in (tuple, list, dict) and all(isinstance(part, torch.Tensor) for part in parts):
+        return list(parts)
+    return tree_flatten(tree)[0]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """List the dense floating-point tensors in the arguments or the output of a module."""
+    return [
+        leaf
+        for leaf in leaves_in(tree)
+        if isinstance(leaf, torch.Tensor)
+        and leaf.layout is torch.strided
+        and not leaf.is_nested
+        and (leaf.is_floating_point() or leaf.is_complex())
+    ]
+
+
+def non_finite_rows(tensors: Iterable[torch.Tensor], size: int, batch_dim: int) -> frozenset[int]:
+    """Find the rows in which any of some tensors is not finite."""
+    rows: set[int] = set()
+    for tensor in tensors:
+        dim = batch_dim_of(tensor, size, batch_dim)
+        # A finite sum proves that all are finite, in a fraction of the time of a look at each; a NaN proves the
+        # contrary; an infinite one may have overflowed, so the elements of such rows are looked at.
+        values = tensor.detach() if tensor.requires_grad else tensor
+        if dim is None or isfinite(abs(values.sum().item())):
+            continue
+        others = [axis for axis in range(values.dim()) if axis != dim]
+        totals = (values.sum(others) if others else values).tolist()
+        doubtful = [row for row, total in enumerate(totals) if total - total != 0]
+        if any(totals[row] == totals[row] for row in doubtful):
+            values = values.movedim(dim, 0)[doubtful]
+            finite = torch.isfinite(values).reshape(len(doubtful), -1).all(1).tolist()
+            doubtful = [row for row, is_finite in zip(doubtful, finite, strict=True) if not is_finite]
+        rows.update(doubtful)
+    return frozenset(rows)

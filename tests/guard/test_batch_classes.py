@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import gradgate as gg
 from gradgate import _trees
-from gradgate._batches import BatchReader
+from gradgate._trees import BatchReader
 
 LENGTHS = [3, 1, 4, 2, 5]
 
@@ -237,7 +237,7 @@ def test_a_tensordict_without_a_batch_size_is_refused():
 @pytest.fixture
 def registry(monkeypatch):
     monkeypatch.setattr(_trees, "BATCH_CLASSES", known := list(_trees.BATCH_CLASSES))
-    monkeypatch.setattr("gradgate._batches.BATCH_CLASSES", known)
+    monkeypatch.setattr("gradgate._trees.BATCH_CLASSES", known)
 
 
 class Columns:

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 import gradgate as gg
-from gradgate._batches import BatchReader
+from gradgate._trees import BatchReader
 
 X = torch.arange(12.0).reshape(4, 3)
 Y = torch.arange(4)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
-from gradgate._state import FREEZES, WATCHERS, watchers_of
+from gradgate._state import FREEZES, WATCHERS
 from gradgate._torch_private import OPTIMIZER_HOOKS, parameters_of, write_count
 
 # --- Which elements are frozen --------------------------------------------------------------------------------------
@@ -267,6 +267,11 @@ class Watcher:
 
     def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Look at the parameter after the step."""
+
+
+def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Give the watchers of a parameter by their kind; empty for most parameters."""
+    return getattr(parameter, WATCHERS, {})
 
 
 def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:

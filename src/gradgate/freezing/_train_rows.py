@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate._checks import check_module
 from gradgate._names import describe
-from gradgate._state import watchers_of
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._freeze_state import (
     ROWS_TOKEN,
@@ -33,6 +32,7 @@ from gradgate.freezing._freeze_state import (
     owners_of,
     replicated,
     watch_steps,
+    watchers_of,
 )
 from gradgate.freezing._pins import row_numbers
 from gradgate.freezing._verify import Fingerprint, check_unmoved, fingerprint

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradgate._batches import register_batch
 from gradgate._names import suggest_names
+from gradgate._trees import register_batch
 from gradgate.guard._guard import Guard
 from gradgate.guard._result import GuardResult, Summary
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradgate._batches import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids
 from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import describe, listed
@@ -27,14 +26,24 @@ from gradgate._torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from gradgate._trees import with_own_containers
+from gradgate._trees import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, TooManyBadSamples
-from gradgate.guard._faults import check_function
-from gradgate.guard._incidents import IncidentRecorder, Wishes, hand_over, log, refuse_row, refuse_share, refused
 from gradgate.guard._outsiders import Outsiders
-from gradgate.guard._recovery import Dropped, Recovered, Recovery, raise_as_it_is
-from gradgate.guard._result import GuardResult, Summary, Tally, mean_of
-from gradgate.guard._trial import Catch, LossFunction, LossTrial, Outcome, OutputTrial, Scaler, Trial
+from gradgate.guard._result import (
+    GuardResult,
+    IncidentRecorder,
+    Summary,
+    Tally,
+    Wishes,
+    hand_over,
+    log,
+    mean_of,
+    refuse_row,
+    refuse_share,
+    refused,
+)
+from gradgate.guard._search import Dropped, Recovered, Recovery, raise_as_it_is
+from gradgate.guard._trial import Catch, LossFunction, LossTrial, Outcome, OutputTrial, Scaler, Trial, check_function
 from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
 from gradgate.guard.distributed._shared_step import SharedStep, even_batches
 from gradgate.ledger import Ledger

@@ -1,22 +1,276 @@
-"""One try of the user's code on a batch: run it, judge what it gave, and walk back where gradients are wanted."""
+"""One try of the user's code on a batch: run it, judge what it returned, run backward; and what can go wrong in it."""
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
+import re
+import types
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from gradgate._batches import non_finite_rows, tensors_in
 from gradgate._finite import FiniteCheck
 from gradgate._names import describe
+from gradgate._source import raising_line, raising_spot
 from gradgate._state import TrainingState
+from gradgate._text import class_name, text_of
+from gradgate._torch_private import ModuleCall, innermost_call
+from gradgate._trees import non_finite_rows, tensors_in
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.guard._faults import StepFault, check_call, must_pass, refuse_own_backward
+from gradgate.guard._outsiders import reachable
 from gradgate.records import Stage
+
+# --- Faults ---------------------------------------------------------------------------------------------------------
+
+
+Cause = Literal["exception", "non-finite loss", "non-finite gradient", "non-finite output"]
+
+FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+# torch says these with a plain RuntimeError: the machine has no memory left, or the device is beyond repair.
+FATAL_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "device-side assert",
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepFault:
+    """One way in which a try failed."""
+
+    cause: Cause
+    stage: Stage
+    error: Exception | None = None
+    loss: float | None = None
+    call: ModuleCall | None = None
+    spot: tuple[str, int] | None = None
+
+    @classmethod
+    def raised(cls, error: BaseException, stage: Stage | None = None) -> StepFault:
+        """Make the fault of an exception; in forward if it came through a module, else in the loss."""
+        assert isinstance(error, Exception)
+        call = innermost_call(error.__traceback__)
+        found: Stage = "loss" if call is None else "forward"
+        return cls("exception", stage or found, error, call=call, spot=raising_spot(error.__traceback__))
+
+    def same_as(self, other: StepFault) -> bool:
+        """Tell whether another try failed in the same way: the same cause, and for exceptions the same origin."""
+        if self.error is None or other.error is None:
+            return self.cause == other.cause
+        return type(self.error) is type(other.error) and self.spot == other.spot and self.module is other.module
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The innermost module that the exception came through."""
+        return None if self.call is None else self.call.module
+
+    @property
+    def exception_type(self) -> str | None:
+        """The class of the exception with its module, as `package.Error`; Python's own without it."""
+        kind = type(self.error)
+        return None if self.error is None else class_name(kind)
+
+    @property
+    def message(self) -> str:
+        """What the exception or the check said, in one text."""
+        if self.error is not None:
+            return text_of(self.error)
+        return f"{self.cause}: {self.loss}" if self.cause == "non-finite loss" else self.cause
+
+    @property
+    def where(self) -> str | None:
+        """The user's line that the exception came through."""
+        return None if self.error is None else raising_line(self.error.__traceback__)
+
+
+def must_pass(error: BaseException) -> bool:
+    """Tell whether an exception is never blamed on a sample, whatever `catch` says."""
+    if not isinstance(error, Exception) or isinstance(error, FATAL):
+        return True
+    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in FATAL_TEXTS)
+
+
+# --- What to say about them -----------------------------------------------------------------------------------------
+
+
+_MODELS = ("model", "net", "network", "module")
+_DIAGNOSE = "print(gg.diagnose(lambda: loss_fn(batch), model=model))   # names the line"
+# torch has a dozen texts for these two; whether the batch is what differs is looked up, not read from them.
+_OTHER_DEVICE = re.compile(r"same device|expected device|different device|weight type")
+_OTHER_DTYPE = re.compile(r"type")
+
+
+def check_function(batch: Any, function: Any, call: str) -> None:
+    """Refuse a function that cannot be called; `call` is the line that is right."""
+    if callable(function):
+        return
+    method, _, name = call.strip(")").partition("(batch, ")
+    swapped = callable(batch) and not isinstance(batch, torch.Tensor)
+    raise ArgumentTypeError(
+        f"{method.capitalize()}(): `{name}` is {describe(function)}"
+        + (", and `batch` a function." if swapped else "."),
+        why="the batch comes first."
+        if swapped
+        else "the guard calls it, and again with parts of the batch if one is bad.",
+        fix=call if swapped else f"{call}   # the function itself, not what it returned",
+    )
+
+
+def check_call(function: Callable[..., Any], batch: Any, error: BaseException) -> None:
+    """Refuse a loss function that cannot be called with the batch alone: then the error is not from within it."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    raised_in = traceback.tb_frame.f_globals.get("__name__", "") if traceback is not None else ""
+    if not isinstance(error, TypeError) or raised_in not in ("gradgate.guard._trial", "torch.nn.modules.module"):
+        return
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+        if _fits(signature, batch):
+            return
+    except ValueError:  # a builtin without a signature
+        return
+    raise ArgumentTypeError(
+        f"Guard.backward(): `loss_fn{signature}` cannot be called with the batch alone: {text_of(error)}",
+        why="the guard calls loss_fn(batch), and again with parts of the batch if a sample is bad.",
+        fix=_adapted(function, signature, batch),
+    )
+
+
+def _fits(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _adapted(function: Callable[..., Any], signature: inspect.Signature, batch: Any) -> str:
+    """Write the function of one argument that calls this one, where the batch shows how; else nothing."""
+    home = getattr(function, "__module__", None) or type(function).__module__
+    needed = [
+        name for name, it in signature.parameters.items() if it.default is it.empty and it.kind is not it.VAR_KEYWORD
+    ]
+    given = ""
+    if home.startswith("torch.nn.") and isinstance(batch, list | tuple) and len(batch) == 2:
+        given = "model(batch[0]), batch[1]"
+    elif len(needed) == 2 and len(set(needed) & set(_MODELS)) == 1:
+        given = ", ".join("model" if name in _MODELS else "batch" for name in needed)
+    elif isinstance(batch, list | tuple) and _fits(signature, *batch):
+        given = "*batch"
+    elif isinstance(batch, dict) and _fits(signature, **batch):
+        given = "**batch"
+    return given and f"guard.backward(batch, lambda batch: loss_fn({given}))"
+
+
+def refuse_own_backward() -> None:
+    """Refuse a loss function that has made gradients before the guard did."""
+    raise ArgumentTypeError(
+        "Guard.backward(): `loss_fn` calls backward() itself.",
+        why="the guard does that with the loss that is returned; gradients would be there twice.",
+        fix="return loss   # without loss.backward() before it",
+    )
+
+
+def advice(
+    fault: StepFault, batch: Any, function: Callable[..., Any], parameters: list[torch.Tensor]
+) -> tuple[str, str]:
+    """Give the reason and the fix that fit a fault that no sample is blamed for."""
+    if _ignores_batch(function):
+        return "`loss_fn` must use the batch that it is given: the guard calls it with parts of yours.", ""
+    if fault.error is None:
+        return _of_values(fault, batch, parameters)
+    return _of_exception(text_of(fault.error), batch, function, parameters)
+
+
+def _of_values(fault: StepFault, batch: Any, parameters: list[torch.Tensor]) -> tuple[str, str]:
+    if not all(map(_finite, parameters)):
+        return "the parameters were not finite before this step: an earlier one wrote them, or the checkpoint did.", ""
+    for tensor in tensors_in(batch):
+        if tensor.is_floating_point() and tensor.dim() and not any(_finite(row) for row in tensor):
+            return f"no row of {describe(tensor)} in the batch is finite: the data or what prepares it is at fault.", ""
+    why = "a fault that no sample can be blamed for is in the code, the weights or the learning rate"
+    if fault.cause == "non-finite loss":
+        why += "; a loss can also be a mean over nothing (cross_entropy with every label ignored)"
+    return f"{why}.", _DIAGNOSE
+
+
+def _of_exception(
+    text: str, batch: Any, function: Callable[..., Any], parameters: list[torch.Tensor]
+) -> tuple[str, str]:
+    if "does not require grad" in text:
+        if not torch.is_grad_enabled():
+            fix = "with torch.enable_grad(): guard.backward(batch, loss_fn)"
+            return "recording is switched off around the step (no_grad, inference_mode).", fix
+        if not any(parameter.requires_grad for parameter in parameters):
+            return "no parameter of the guarded model requires a gradient.", "model.requires_grad_(True)"
+        return "the loss does not depend on a parameter that is trained: something cuts it off.", _DIAGNOSE
+    if "backward through the graph a second time" in text:
+        why = "the loss reaches into a graph that was made before the step and has been walked already"
+        if fix := _changed(batch, lambda part: part.grad_fn is not None, "detach()"):
+            return f"{why}: the batch has one.", fix
+        kept = [
+            path for path, thing in reachable(function) if path and isinstance(thing, torch.Tensor) and thing.grad_fn
+        ]
+        if kept:
+            return f"{why}: `{kept[0]}` has one.", f"{kept[0]} = {kept[0]}.detach()   # before guard.backward(...)"
+        return f"{why}.", ""
+    devices, dtypes = ({getattr(p, of) for p in parameters} for of in ("device", "dtype"))
+    if _OTHER_DEVICE.search(text) and len(devices) == 1:
+        (device,) = devices
+        fix = _changed(batch, lambda part: part.device != device, f'to("{device}")')
+        where = (
+            f"the model is on {device}, and the batch is not"
+            if fix
+            else f"model and batch are on {device}; something else is not"
+        )
+        return f"{where}.", fix
+    if _OTHER_DTYPE.search(text) and len(dtypes) == 1:
+        (dtype,) = dtypes
+        if fix := _changed(batch, lambda part: part.is_floating_point() and part.dtype != dtype, f"to({dtype})"):
+            return f"the model has {dtype} parameters, and the batch another dtype.", fix
+    return "a fault of the code must be seen; no sample was dropped.", ""
+
+
+def _changed(batch: Any, wrong: Callable[[torch.Tensor], bool], call: str) -> str:
+    """Write the batch with a call on each tensor that is wrong; empty where none is, or the batch is odd."""
+    if isinstance(batch, torch.Tensor):
+        return f"batch = batch.{call}" if wrong(batch) else ""
+    if type(batch) not in (list, tuple, dict) or len(batch) > 8:
+        return ""
+    keys = list(batch) if isinstance(batch, dict) else list(range(len(batch)))
+    found = [key for key in keys if isinstance(batch[key], torch.Tensor) and wrong(batch[key])]
+    if not found:
+        return ""
+    if isinstance(batch, dict):
+        return "batch = {**batch, " + ", ".join(f"{key!r}: batch[{key!r}].{call}" for key in found) + "}"
+    inner = ", ".join(f"batch[{key}].{call}" if key in found else f"batch[{key}]" for key in keys)
+    return f"batch = [{inner}]" if isinstance(batch, list) or len(keys) < 2 else f"batch = ({inner})"
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())
+
+
+def _ignores_batch(function: Callable[..., Any]) -> bool:
+    """Tell whether a plain function never reads its only argument."""
+    if not isinstance(function, types.FunctionType) or function.__code__.co_argcount != 1:
+        return False
+    name = function.__code__.co_varnames[0]
+    if name in function.__code__.co_cellvars:
+        return False
+    reads = (
+        step for step in dis.get_instructions(function) if step.opname.startswith(("LOAD_FAST", "STORE_FAST_LOAD"))
+    )
+    return not any(name == step.argval or (isinstance(step.argval, tuple) and name in step.argval) for step in reads)
+
 
 Catch = tuple[type[BaseException], ...]
 LossFunction = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]

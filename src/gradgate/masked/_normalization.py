@@ -12,7 +12,7 @@ from torch import Tensor
 from gradgate._checks import check_number, check_shape, check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.masked import _dispatch
+from gradgate.masked import _slices
 from gradgate.masked._reductions import distances
 from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, slices_of
 
@@ -51,7 +51,7 @@ def logsumexp(
         slices = slices.converted(torch.get_default_dtype())
     if slices.size == 0:
         slices = slices.with_mask()
-    result = _dispatch.logsumexp(slices)
+    result = _slices.logsumexp(slices)
     return slices.fill_empty(result if keepdim else result.squeeze(slices.dims), natural=-math.inf)
 
 
@@ -141,7 +141,7 @@ def _along(slices: Slices, logarithm: bool) -> Tensor:
     if slices.size == 0:
         return slices.x.clone()
     one = slices.in_one_dim()
-    return slices.spread(_dispatch.softmax(one.x, one.full_mask(), logarithm))
+    return slices.spread(_slices.softmax(one.x, one.full_mask(), logarithm))
 
 
 def layer_norm(

@@ -16,8 +16,13 @@ from gradgate._kernels import Layout, usable
 from gradgate._names import describe, listed
 from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.masked._dispatch import (
+from gradgate.masked._slices import (
+    Dim,
+    Empty,
+    Exclude,
+    Keep,
     Number,
+    Slices,
     can_sync,
     counts,
     extreme,
@@ -25,9 +30,9 @@ from gradgate.masked._dispatch import (
     first_place,
     group_of,
     is_recorded,
+    slices_of,
     sums,
 )
-from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, slices_of
 
 _SELECTED = (torch.float32, torch.float64)  # what torch finds the median of without sorting
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from gradgate._checks import check_number, check_order
-from gradgate.masked._dispatch import HALVES, fill, squares, sums, variance
 from gradgate.masked._order import amin
-from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, slices_of
+from gradgate.masked._slices import HALVES, Dim, Empty, Exclude, Keep, Slices, fill, slices_of, squares, sums, variance
 
 
 def sum(

@@ -1,22 +1,438 @@
-"""What a call reads: which elements take part, which slices are reduced, what one with nothing kept gives."""
+"""What a call reads and how it is computed.
+
+Which elements take part, which slices are reduced, what a slice with nothing kept gives; and the parts of the
+reductions, each on two paths that give the same values and gradients. The native kernels run on the CPU. Elsewhere, and
+where torch.compile, torch.func or FakeTensorMode traces the call, the same is composed of torch.where and torch's own
+reductions. Second derivatives are those of the composition.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import EllipsisType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradgate import _kernels
 from gradgate._checks import check_keep, check_tensor, wrong_type
+from gradgate._kernels import Layout, Sums, usable
 from gradgate._names import describe
-from gradgate._torch_private import assert_later, has_data, inside_functorch, is_compiling
+from gradgate._torch_private import apply_function, assert_later, has_data, inside_functorch, is_compiling, is_traced
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NothingKeptError
-from gradgate.masked._dispatch import Number, counts, fill
+
+Number: TypeAlias = bool | int | float | complex
+Dims: TypeAlias = tuple[int, ...]
+
+HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, torch.float64, *HALVES)
+
+
+def can_sync(*tensors: Tensor) -> bool:
+    """Tell whether the host may look at values without making a device wait: on the CPU, while nothing traces."""
+    return not is_traced() and all(x.is_cpu for x in tensors) and has_data(*tensors)
+
+
+def is_recorded(x: Tensor) -> bool:
+    """Tell whether autograd records what is done with x; forward mode and torch.func count as recording."""
+    return (x.requires_grad and torch.is_grad_enabled()) or is_traced()
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """How the dimensions of a tensor make (outer, reduced, inner); reduced ones that are not neighbours move last."""
+
+    sizes: torch.Size
+    dims: Dims
+    shape: tuple[int, int, int]
+    moved: bool
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Give a tensor that broadcasts to the sizes as a kernel reads it, copied only if need be."""
+        x = x if x.shape == self.sizes else x.expand(self.sizes)
+        x = x.movedim(self.dims, self._last()) if self.moved else x
+        return x if x.is_contiguous() else x.contiguous()
+
+    def restored(self, x: Tensor) -> Tensor:
+        """Undo `arranged`, for any shape with as many elements in the same order."""
+        if not self.moved:
+            return x.reshape(self.sizes)
+        kept = [size for d, size in enumerate(self.sizes) if d not in self.dims]
+        return x.reshape(*kept, *[self.sizes[d] for d in self.dims]).movedim(self._last(), self.dims)
+
+    def reduced(self, keepdim: bool) -> list[int]:
+        """Give the shape of a result."""
+        if len(self.dims) == len(self.sizes) and not keepdim:
+            return []
+        return [1 if d in self.dims else size for d, size in enumerate(self.sizes) if keepdim or d not in self.dims]
+
+    def _last(self) -> Dims:
+        return tuple(range(len(self.sizes) - len(self.dims), len(self.sizes)))
+
+
+@lru_cache(256)
+def group_of(sizes: torch.Size, dims: Dims) -> Group:
+    """Group the dimensions of a tensor by what is reduced."""
+    if len(dims) == len(sizes):
+        return Group(sizes, dims, (1, math.prod(sizes), 1), False)
+    first, last = dims[0], dims[-1] + 1
+    moved = last - first != len(dims)
+    if moved:
+        outer = math.prod([size for d, size in enumerate(sizes) if d not in dims])
+        return Group(sizes, dims, (outer, math.prod([sizes[d] for d in dims]), 1), True)
+    return Group(sizes, dims, (math.prod(sizes[:first]), math.prod(sizes[first:last]), math.prod(sizes[last:])), False)
+
+
+def _takes(slices: Slices, dtypes: Collection[torch.dtype] = _FLOATS) -> bool:
+    x, keep = slices.x, slices.keep
+    return x.dtype in dtypes and usable(x) and (keep is None or (type(keep) is Tensor and keep.is_cpu))
+
+
+def _layout(slices: Slices, group: Group) -> Layout:
+    """Describe slices to a kernel: by the one value that is left out if that is all, else by the mask."""
+    x = group.arranged(slices.x)
+    if slices.excluded is not None:
+        return Layout(x, group.shape, None, slices.excluded)  # type: ignore[arg-type]  # complex dtypes come with a mask
+    return Layout(x, group.shape, group.arranged(slices.full_mask() if slices.keep is None else slices.keep))
+
+
+# --- copies and counts ------------------------------------------------------------------------------------------------
+
+
+def fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    """Give x where the mask is True and a value elsewhere; the gradient is exactly 0 there."""
+    if x.dtype is torch.bool:
+        value = bool(value)
+    holds = x.dtype.is_complex or (x.dtype.is_floating_point and not isinstance(value, complex)) or type(value) is int
+    if not (holds or x.dtype is torch.bool) or not usable(x, mask) or mask.device != x.device:
+        return torch.where(mask, x, value)
+    if is_recorded(x):
+        result: Tensor = apply_function(_Fill, x, mask, value)
+        return result
+    return _filled(x, mask, value)
+
+
+def _filled(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    mask = mask if mask.shape == x.shape else mask.expand(x.shape)
+    return _kernels.fill(x.detach().contiguous(), mask.contiguous(), value)
+
+
+class _Fill(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, value: Number) -> Tensor:
+        ctx.save_for_backward(mask)
+        return _filled(x, mask, value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return fill(gradients[0], ctx.saved_tensors[0], 0), None, None
+
+
+def counts(mask: Tensor, sizes: torch.Size, dims: Dims, keepdim: bool) -> Tensor:
+    """Count what a mask that broadcasts to the sizes keeps of each slice, as int64."""
+    mask = mask if mask.shape == sizes else mask.expand(sizes)
+    if not usable(mask):
+        return mask.sum(dims, keepdim=keepdim)
+    group = group_of(sizes, dims)
+    return _kernels.count(group.arranged(mask), group.shape, group.reduced(keepdim))
+
+
+# --- sums and means ---------------------------------------------------------------------------------------------------
+
+
+def sums(slices: Slices, *, mean: bool = False, counted: bool = False, wide: bool = False) -> Sums:
+    """Add up what is kept of each slice, or give its mean; NaN if that is nothing."""
+    # Halves are added up in float32, and stay so if `wide`. Integers become int64.
+    x, dtype = slices.x, slices.x.dtype
+    to = torch.float32 if wide and dtype in HALVES else dtype
+    if _takes(slices, _FLOATS if mean else _kernels.DTYPES):
+        group = group_of(x.shape, slices.dims)
+        if x.requires_grad and torch.is_grad_enabled():
+            result, number, empty = apply_function(_Sums, x, slices.full_mask(), group, slices.keepdim, mean, to)
+            return Sums(result, number, empty)
+        found = _kernels.sums(_layout(slices, group), group.reduced(slices.keepdim), mean=mean, counted=counted)
+        return found if dtype not in HALVES else found._replace(total=found.total.to(to))
+    total = slices.filled(0).sum(slices.dims, keepdim=slices.keepdim, dtype=torch.float32 if dtype in HALVES else None)
+    number = slices.number() if counted or mean else None
+    if mean and number is not None:
+        # Not 0 / 0: where nothing is kept, that would send NaN back to whoever differentiates twice.
+        total = torch.where(number == 0, math.nan, total / number.clamp(min=1))
+    return Sums(total.to(to) if dtype in HALVES else total, number, -1)
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group, keepdim: bool, mean: bool, dtype: torch.dtype) -> Any:
+        mask = group.arranged(mask)
+        found = _kernels.sums(Layout(group.arranged(x), group.shape, mask), group.reduced(keepdim), mean=mean)
+        number = found.number
+        assert number is not None
+        ctx.mark_non_differentiable(number)
+        ctx.save_for_backward(mask, number)
+        ctx.group, ctx.mean, ctx.dtype = group, mean, x.dtype
+        return found.total.to(dtype), number, found.empty
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        mask, number = ctx.saved_tensors
+        gradient = gradients[0]
+        if ctx.mean:
+            gradient = (gradient.float() if ctx.dtype in HALVES else gradient) / number.clamp(min=1)
+        return _spread(gradient.to(ctx.dtype), mask, ctx.group), None, None, None, None, None
+
+
+def _spread(slices: Tensor, mask: Tensor, group: Group) -> Tensor:
+    """Give each kept element the value of its slice, and 0 to the others, in the shape of the group."""
+    outer, _, inner = group.shape
+    if torch.is_grad_enabled() or not usable(slices, mask):
+        return group.restored(torch.where(mask.view(group.shape), slices.reshape(outer, 1, inner), 0))
+    return group.restored(_kernels.expand(slices.contiguous(), mask, group.shape))
+
+
+# --- squares ----------------------------------------------------------------------------------------------------------
+
+
+def squares(slices: Slices) -> tuple[Tensor, Tensor]:
+    """Add up the squares of the distances to the mean of what is kept of each slice, float32 or float64; count it."""
+    x, dims, keepdim = slices.x, slices.dims, slices.keepdim
+    if _takes(slices, _FLOATS[:2]):
+        group = group_of(x.shape, dims)
+        if is_recorded(x):
+            found, number = apply_function(_Squares, x, slices.full_mask(), group, keepdim)
+            return found, number
+        found, _, number = _kernels.squares(_layout(slices, group), group.reduced(keepdim))
+        return found, number
+    mask, number = slices.full_mask(), slices.number(keepdim=True)
+    kept = fill(x, mask, 0)
+    # What is left out is taken away before and after: its distance to the mean is no number to build on.
+    distance = fill(kept - (_exact_sum(kept, dims) / number.clamp(min=1)).to(x.dtype), mask, 0)
+    found = (distance * distance).sum(dims, keepdim=keepdim)
+    return found, number.reshape(found.shape)
+
+
+def _exact_sum(x: Tensor, dims: Dims) -> Tensor:
+    """Add up as float64, where the device has that: equal values then have no spread, however large they are."""
+    return x.sum(dims, keepdim=True, dtype=torch.float64 if x.device.type in ("cpu", "cuda") else None)
+
+
+def variance(slices: Slices, correction: float) -> Tensor | None:
+    """Give the variance of what is kept of each slice, as torch does for few; None where the kernels cannot tell."""
+    # NaN for nothing. Nothing is recorded.
+    x = slices.x
+    if correction < 0 or not _takes(slices) or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    group = group_of(x.shape, slices.dims)
+    return _kernels.squares(_layout(slices, group), group.reduced(slices.keepdim), correction)[0].to(x.dtype)
+
+
+class _Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group, keepdim: bool) -> Any:
+        layout = Layout(group.arranged(x), group.shape, group.arranged(mask))
+        found, mean, number = _kernels.squares(layout, group.reduced(keepdim))
+        ctx.save_for_backward(x, layout.mask, mean, number)
+        ctx.mark_non_differentiable(number)
+        ctx.group = group
+        return found, number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, mask, mean, number = ctx.saved_tensors
+        group, factor = ctx.group, 2 * gradients[0]
+        if not torch.is_grad_enabled() and usable(x, mask, factor):
+            layout = Layout(group.arranged(x), group.shape, mask)
+            return group.restored(_kernels.distances(layout, mean, factor.contiguous())), None, None, None
+        outer, _, inner = group.shape
+        mask, factor, number = mask.view(group.shape), factor.reshape(outer, 1, inner), number.view(outer, 1, inner)
+        kept = torch.where(mask, group.arranged(x).view(group.shape), 0)
+        distance = kept - (_exact_sum(kept, (1,)) / number.clamp(min=1)).to(x.dtype)
+        return group.restored(torch.where(mask, distance * factor, 0)), None, None, None
+
+
+# --- extremes ---------------------------------------------------------------------------------------------------------
+
+
+def extreme(slices: Slices, largest: bool) -> tuple[Tensor, bool]:
+    """Find the largest or the smallest of what is kept, floating; infinite where that is nothing."""
+    # The gradient is shared by those that are equal. Gives as well whether something is surely kept in every slice.
+    x, dims, keepdim = slices.x, slices.dims, slices.keepdim
+    if _takes(slices):
+        group = group_of(x.shape, dims)
+        if is_recorded(x):
+            found, empty = apply_function(_Extreme, x, slices.full_mask(), group, keepdim, largest)
+            return found, empty == 0
+        found, empty = _kernels.extreme(_layout(slices, group), group.reduced(keepdim), largest=largest)
+        return (found.to(x.dtype) if x.dtype in HALVES else found), empty == 0
+    limit = -math.inf if largest else math.inf
+    mask = slices.full_mask()
+    found = (torch.amax if largest else torch.amin)(fill(x, mask, limit), dims, keepdim=keepdim)
+    sure = can_sync(x, mask) and math.isfinite(found.detach().sum().item())
+    if sure or not is_recorded(x):
+        return found, sure
+    # Where the kept ones are as infinite as what stands for the left-out, those would take a share of the gradient.
+    # All of the kept are equal there, so that their mean has the same value, and shares among them alone.
+    number = slices.number()
+    mean = (fill(x, mask, 0).sum(dims, keepdim=keepdim) / number.clamp(min=1)).to(found.dtype)
+    return torch.where((found == limit) & (number > 0), mean, found), False
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group, keepdim: bool, largest: bool) -> Any:
+        layout = Layout(group.arranged(x), group.shape, group.arranged(mask))
+        found, empty = _kernels.extreme(layout, group.reduced(keepdim), largest=largest)
+        ctx.save_for_backward(x, layout.mask, found)
+        ctx.group = group
+        return found.to(x.dtype, copy=True), empty
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, mask, found = ctx.saved_tensors
+        group, gradient = ctx.group, gradients[0]
+        outer, _, inner = group.shape
+        if not torch.is_grad_enabled() and usable(x, mask, gradient):
+            layout = Layout(group.arranged(x), group.shape, mask)
+            share = gradient.to(found.dtype).contiguous() / _kernels.ties(layout, found)
+            return group.restored(_kernels.shares(layout, found, share).to(x.dtype)), None, None, None, None
+        mask, found = mask.view(group.shape), found.view(outer, 1, inner).to(x.dtype)
+        tied = (group.arranged(x.detach()).view(group.shape) == found) & mask
+        share = gradient.reshape(outer, 1, inner) / tied.sum(1, keepdim=True)
+        # 0 times infinity is no number, so the left-out are taken away after.
+        return group.restored(torch.where(mask, tied * share, 0)), None, None, None, None
+
+
+def first_place(slices: Slices, largest: bool) -> Tensor | None:
+    """Give where the first of the largest or smallest of what is kept is, floating; -1 for nothing."""
+    # Gives None where the kernels cannot tell.
+    if not _takes(slices):
+        return None
+    group = group_of(slices.x.shape, slices.dims)
+    layout = _layout(slices, group)
+    return _kernels.find(layout, _kernels.extreme(layout, group.reduced(slices.keepdim), largest=largest)[0])
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def logsumexp(slices: Slices) -> Tensor:
+    """Give the logarithm of the sum of the exponentials of what is kept, with reduced dimensions of size 1."""
+    # It is -inf where nothing is kept, or nothing but -inf; its gradient is 0 there.
+    x, dims = slices.x, slices.dims
+    if _takes(slices):
+        group = group_of(x.shape, dims)
+        if is_recorded(x):
+            result: Tensor = apply_function(_LogSumExp, x, slices.full_mask(), group)
+            return result
+        return _kernels.logsumexp(_layout(slices, group), group.reduced(True)).to(x.dtype)
+    mask = slices.full_mask()
+    if can_sync(x, mask):
+        found = torch.logsumexp(fill(x, mask, -math.inf), dims, keepdim=True)
+        if not found.isinf().any():  # then every slice has a weight
+            return found
+    mask, weightless = _with_weight(x, mask, dims)
+    return torch.where(weightless, -math.inf, torch.logsumexp(fill(x, mask, -math.inf), dims, keepdim=True))
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group) -> Tensor:
+        layout = Layout(group.arranged(x), group.shape, group.arranged(mask))
+        found = _kernels.logsumexp(layout, group.reduced(True))
+        ctx.save_for_backward(x, layout.mask, found)
+        ctx.group = group
+        return found.to(x.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, mask, found = ctx.saved_tensors
+        group, gradient = ctx.group, gradients[0]
+        outer, _, inner = group.shape
+        weightless = found == -math.inf
+        if not torch.is_grad_enabled() and usable(x, mask, gradient):
+            layout = Layout(group.arranged(x), group.shape, mask)
+            factor = gradient.to(found.dtype).masked_fill(weightless, 0).contiguous()
+            weights = _kernels.weights(layout, found.masked_fill(weightless, 0), factor)
+            return group.restored(weights.to(x.dtype)), None, None
+        rows, mask = group.arranged(x).view(group.shape), mask.view(group.shape)
+        gradient = torch.where(weightless, 0, gradient).reshape(outer, 1, inner)
+        weights = composed_softmax(rows.movedim(1, -1), mask.movedim(1, -1), logarithm=False).movedim(-1, 1)
+        return group.restored(weights * gradient), None, None
+
+
+def softmax(x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:
+    """Give the softmax of what is kept along the last dimension, or its logarithm."""
+    # It is 0, or -inf for the logarithm, where an element is left out, and for a slice with nothing but -inf.
+    if x.dtype not in _FLOATS or not usable(x, mask):
+        return composed_softmax(x, mask, logarithm)
+    mask = mask if mask.shape == x.shape else mask.expand(x.shape)
+    if is_recorded(x):
+        result: Tensor = apply_function(_Softmax, x, mask, logarithm)
+        return result
+    return _kernels.softmax(_rows(x, mask), logarithm=logarithm).to(x.dtype)
+
+
+def _rows(x: Tensor, mask: Tensor) -> Layout:
+    shape = (x.numel() // max(x.shape[-1], 1), x.shape[-1], 1)
+    return Layout(x.detach().contiguous(), shape, mask.contiguous())
+
+
+def composed_softmax(x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:
+    """Do the same with torch.where, in a form that can be traced and differentiated any number of times."""
+    function = torch.log_softmax if logarithm else torch.softmax
+    if can_sync(x, mask):
+        result = function(torch.where(mask, x, -math.inf), -1)
+        if not result[..., 0].detach().sum().isnan():  # then every slice has a weight
+            return result if not result.requires_grad else torch.where(mask, result, -math.inf if logarithm else 0.0)
+    mask, _ = _with_weight(x, mask, (x.dim() - 1,))
+    # exp(-inf - -inf) is NaN where nothing is kept; in the place of what is left out that is taken away again.
+    return torch.where(mask, function(torch.where(mask, x, -math.inf), -1), -math.inf if logarithm else 0.0)
+
+
+def _with_weight(x: Tensor, mask: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
+    """Give the mask without the slices that keep nothing but -inf, and which these and the empty ones are."""
+    weightless = (torch.where(mask, x.detach(), -math.inf) == -math.inf).all(dims, keepdim=True)
+    return mask & ~weightless, weightless
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:
+        layout = _rows(x, mask)
+        result = _kernels.softmax(layout, logarithm=logarithm).to(x.dtype)
+        ctx.save_for_backward(layout.mask, result)
+        ctx.logarithm = logarithm
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        mask, result = ctx.saved_tensors
+        arriving = gradients[0]
+        if torch.is_grad_enabled() or not usable(arriving, mask):
+            # A slice that keeps nothing but -inf takes nothing in.
+            weightless = (result.detach() == (-math.inf if ctx.logarithm else 0)).all(-1, keepdim=True)
+            arriving = torch.where(mask & ~weightless, arriving, 0)
+            dtype = result.dtype
+            if dtype in HALVES:  # a sum of halves need not fit into a half
+                arriving, result = arriving.float(), result.float()
+            if ctx.logarithm:
+                gradient = arriving - result.exp() * arriving.sum(-1, keepdim=True)
+            else:
+                weighed = arriving * result
+                gradient = weighed - result * weighed.sum(-1, keepdim=True)
+            return torch.where(mask, gradient.to(dtype), 0), None, None
+        wide = torch.float32 if result.dtype in HALVES else result.dtype
+        shape = (result.numel() // max(result.shape[-1], 1), result.shape[-1], 1)
+        gradient = _kernels.softmax_gradient(
+            result.detach().to(wide), arriving.to(wide).contiguous(), mask, shape, logarithm=ctx.logarithm
+        )
+        return gradient.to(result.dtype), None, None
+
 
 Exclude: TypeAlias = Number | Iterable[Number] | Tensor | None
 Keep: TypeAlias = Tensor | None
@@ -62,7 +478,8 @@ def mask_of(
 ) -> tuple[Tensor | None, Number | None]:
     """Give the mask that `keep` and `exclude` make together, of a shape that broadcasts to x; None if all take part."""
     # If `lazy`, a single excluded value is given as it is where the kernels may need no mask.
-    check_tensor(x, name="x", function=function)
+    if type(x) is not Tensor:
+        check_tensor(x, name="x", function=function)
     if x.layout is not torch.strided or x.is_nested:
         raise _not_dense(x, "x", function)
     mask = None if keep is None else check_keep(keep, x, function=function)

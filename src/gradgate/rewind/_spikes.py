@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from gradgate._batches import BatchReader
 from gradgate._names import describe, listed
+from gradgate._trees import BatchReader
 from gradgate.errors import ArgumentError, ArgumentTypeError
 from gradgate.rewind._snapshots import StateSnapshot
 

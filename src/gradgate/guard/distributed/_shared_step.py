@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from gradgate._batches import Ids
 from gradgate._text import class_name, text_of
-from gradgate._trees import with_own_containers
+from gradgate._trees import Ids, with_own_containers
 from gradgate.errors import ArgumentValueError, OtherRankError
-from gradgate.guard._faults import StepFault, advice, check_function
-from gradgate.guard._incidents import IncidentRecorder, Wishes, hand_over, log, refuse_row, refuse_share, refused
-from gradgate.guard._recovery import Dropped, Recovered, raise_as_it_is
-from gradgate.guard._result import GuardResult
-from gradgate.guard._trial import LossFunction, LossTrial, Outcome, Scaler
+from gradgate.guard._result import (
+    GuardResult,
+    IncidentRecorder,
+    Wishes,
+    hand_over,
+    log,
+    refuse_row,
+    refuse_share,
+    refused,
+)
+from gradgate.guard._search import Dropped, Recovered, raise_as_it_is
+from gradgate.guard._trial import LossFunction, LossTrial, Outcome, Scaler, StepFault, advice, check_function
 from gradgate.guard.distributed._process_groups import Agreement
 from gradgate.guard.distributed._ranks import RankTotals, Share
 from gradgate.records import Incident
