@@ -428,6 +428,42 @@ def run_as_written(patches: Patches) -> None:
     patches.put(vars(sys.modules["torch._dynamo.eval_frame"]), "_stance", stance("force_eager"))
 
 
+# --- Workers of a DataLoader ----------------------------------------------------------------------------------------
+
+
+_LOADER = "_workers _worker_pids_set _shutdown_workers"
+
+
+def own_workers(batches: Any) -> list[Any]:
+    """Give the processes behind an iterator over a DataLoader, whose deaths are the caller's business from now on."""
+    _check_names(batches, _LOADER, "a worker of a DataLoader cannot be replaced")
+    if batches._worker_pids_set:
+        # Else a handler of SIGCHLD raises in the middle of whatever the program is doing when a worker dies.
+        torch._C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    return list(batches._workers)
+
+
+def stop_workers(batches: Any) -> None:
+    """End the processes behind an iterator over a DataLoader."""
+    batches._shutdown_workers()
+
+
+def is_waiting(error: Exception) -> bool:
+    """Tell whether a DataLoader raised because it has waited for its `timeout`; then it may be asked again."""
+    return str(error).startswith("DataLoader timed out after ")
+
+
+def is_worker_death(error: Exception) -> bool:
+    """Tell whether a DataLoader raised because a worker is gone."""
+    return str(error).startswith("DataLoader worker (pid")
+
+
+def is_broken_message(error: Exception) -> bool:
+    """Tell whether a DataLoader could not read what a worker sent; what a worker itself raised says so."""
+    return isinstance(error, OSError | EOFError) and not str(error).startswith("Caught ")
+
+
 # --- Models that several processes share ----------------------------------------------------------------------------
 
 

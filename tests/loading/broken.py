@@ -1,5 +1,9 @@
 """Datasets with known faults, at the top of a module so that any worker can load them."""
 
+import os
+import signal
+import threading
+
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
@@ -114,3 +118,60 @@ class Configured(Stepped):
 
 def set_start(worker_id):
     torch.utils.data.get_worker_info().dataset.start = 1000 * (worker_id + 1)
+
+
+class Deadly(Numbers):
+    """Some samples end their worker, or never come back; `fate` says how, by index."""
+
+    def __init__(self, size, fate):
+        super().__init__(size)
+        self.fate = fate
+
+    def __getitem__(self, index):
+        fate = self.fate.get(index)
+        if fate == "loop":
+            while True:
+                pass
+        elif fate == "wait":
+            threading.Event().wait()
+        elif fate == "exit":
+            os._exit(3)
+        elif fate == "raise":
+            raise ValueError("bad")
+        elif fate is not None:
+            os.kill(os.getpid(), fate)
+        return torch.tensor(index)
+
+
+class DeadlyOnce(Numbers):
+    """A sample kills its worker the first time that it is loaded; `mark` is a file that remembers it."""
+
+    def __init__(self, size, bad, mark):
+        super().__init__(size, bad)
+        self.mark = mark
+
+    def __getitem__(self, index):
+        if index in self.bad and not os.path.exists(self.mark):
+            open(self.mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+
+class DeadlyTogether(Deadly):
+    """Loads whole batches at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def deadly_collate(samples):
+    """End the worker where sample 4 is among others or alone."""
+    if any(int(sample) == 4 for sample in samples):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.stack(samples)
+
+
+def write_start(worker_id):
+    """Note each start of a worker, in a file whose name is in the environment."""
+    with open(os.environ["GRADGATE_TEST_STARTS"], "a") as file:
+        file.write(f"{worker_id}\n")

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from gradgate.loading._refilling import Refilling
+from gradgate.loading._refilling import Asking
 
 
 def deliver(batches, bad, prefetch):
     """Play the loader: some requests are under way, and the next is sent before the answer to one is read."""
-    refilling = Refilling(batches)
+    refilling = Asking(batches, refill=True)
     delivered = []
     requests = None
     restarts = 0

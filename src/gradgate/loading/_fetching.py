@@ -18,6 +18,8 @@ from gradgate._names import listed
 from gradgate._text import text_of
 from gradgate.loading._bad_samples import Attempts, BadSample, Catch, LoadingLog
 from gradgate.loading._collating import check_sendable, collate_what_fits
+from gradgate.loading._refilling import Order
+from gradgate.loading._workers import NOTHING, ONE_SAMPLE, WHOLE_BATCH, Board
 from gradgate.records import Incident
 
 _END = object()
@@ -26,7 +28,7 @@ _END = object()
 class Around:
     """Stands before a dataset: what it does not have itself is read from, and written to, the dataset."""
 
-    _own = frozenset({"_dataset", "_attempts", "_log", "_pass_over"})
+    _own = frozenset({"_dataset", "_attempts", "_log", "_pass_over", "_board"})
 
     def __init__(self, dataset: Any, attempts: Attempts) -> None:
         self._dataset = dataset
@@ -161,10 +163,18 @@ class Report:
 class FetchingDataset(Around, Dataset[Any]):
     """A map-style dataset that gives whole batches of samples with their indices."""
 
+    def __init__(self, dataset: Any, attempts: Attempts, board: Board | None = None) -> None:
+        super().__init__(dataset, attempts)
+        self._board = board
+
     def __getitem__(self, index: Any) -> Fetched:
-        return self._load_all([index])
+        return self._load_each(index) if isinstance(index, Order) else self._load_all([index])
 
     def __getitems__(self, indices: Sequence[Any]) -> Fetched:
+        if self._board is not None and isinstance(indices, Order):
+            if getattr(self._dataset, "__getitems__", None) is None or any(isinstance(i, BadSample) for i in indices):
+                return self._load_each(indices)
+            self._board.note(WHOLE_BATCH, indices.places[0])
         indices = list(indices)
         together = getattr(self._dataset, "__getitems__", None)
         if together is None:
@@ -179,6 +189,22 @@ class FetchingDataset(Around, Dataset[Any]):
             incident = replace(samples.incident, cause="exception, gone at a retry", transient=True)
             fetched.retried.append((None, replace(samples, incident=incident)))
         return fetched
+
+    def _load_each(self, order: Order) -> Fetched:
+        """Load samples one by one, and note which; what is known to kill its worker is not loaded."""
+        each: list[Fetched] = []
+        for place, index in zip(order.places, order, strict=True):
+            if isinstance(index, BadSample):
+                each.append(Fetched([index.index], [index]))
+                continue
+            if self._board is not None:
+                self._board.note(ONE_SAMPLE, place)
+            each.append(self._load_all([index]))
+        return Fetched(
+            [one.indices[0] for one in each],
+            [one.samples[0] for one in each],
+            retried=[(row, marker) for row, one in enumerate(each) for _, marker in one.retried],
+        )
 
     def _load_all(self, indices: list[Any]) -> Fetched:
         samples, retried = self._attempts.load_all(self._load, indices)
@@ -216,13 +242,24 @@ class FetchingStream(Around, IterableDataset[Any]):
 class Gather:
     """The collation of a resilient loader: gives the batch of the good samples and the report."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, catch: Catch) -> None:
+    def __init__(
+        self, collate_fn: Callable[[Any], Any], batched: bool, catch: Catch, board: Board | None = None
+    ) -> None:
         self._collate = collate_fn
+        self.board = board
         self._batched = batched
         self._catch = catch
         self._trusted = collate_fn in (default_collate, default_convert)
 
     def __call__(self, fetched: Fetched | list[Fetched]) -> tuple[Any, Report]:
+        if self.board is None:
+            return self._gathered(fetched)
+        self.board.note(WHOLE_BATCH)
+        gathered = self._gathered(fetched)
+        self.board.note(NOTHING)
+        return gathered
+
+    def _gathered(self, fetched: Fetched | list[Fetched]) -> tuple[Any, Report]:
         if isinstance(fetched, list):
             fetched = Fetched(
                 [index for one in fetched for index in one.indices],

@@ -10,7 +10,6 @@ from functools import partial
 from numbers import Real
 from typing import Any, Generic, TypeVar, overload
 
-import torch
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
@@ -27,7 +26,8 @@ from gradgate.loading._fetching import (
     ResilientDataset,
     ResilientStream,
 )
-from gradgate.loading._refilling import Asked, Refilling, Requests
+from gradgate.loading._refilling import Asked, Asking, Requests
+from gradgate.loading._workers import Board, WatchedEpoch
 from gradgate.records import Incident, Sink
 
 Batch = TypeVar("Batch")
@@ -48,6 +48,7 @@ class ResilientLoader(Generic[Batch]):
         log: Writes down what was left out, and gives samples their ids.
         refill: Whether batches are filled up.
         patience: How many bad samples in a row are a fault of the code.
+        worker_timeout: How many seconds a worker may take for a sample; None if workers are not watched.
 
     Attributes:
         exceptions: The exceptions themselves by the incident's id, where they could be brought out of the worker.
@@ -71,18 +72,25 @@ class ResilientLoader(Generic[Batch]):
     _own = frozenset({"exceptions", "skipped"})
 
     def __init__(
-        self, loader: DataLoader[Any], attempts: Attempts, log: LoadingLog, refill: bool, patience: int | None
+        self,
+        loader: DataLoader[Any],
+        attempts: Attempts,
+        log: LoadingLog,
+        refill: bool,
+        patience: int | None,
+        worker_timeout: float | None = None,
     ) -> None:
-        _check(loader, refill)
-        self._settings = attempts, log, refill, patience
+        _check(loader, refill, worker_timeout)
+        self._settings = attempts, log, refill, patience, worker_timeout
         self._loader = loader
         self._attempts = attempts
         self._log = log
         self._size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         self._patience = max(32, 2 * self._size) if patience is None else patience
-        self._refilling = Refilling(loader.batch_sampler) if refill and _has_batches(loader) else None
+        self._worker_timeout = worker_timeout
         self._refill = refill
-        self._inner = self._reporting_loader()
+        self._asking = self._new_asking() if worker_timeout or (refill and _has_batches(loader)) else None
+        self._inner = self._reporting_loader(self._asking)
         self._given = GivenBatches(log.sink)
         self._last: list[Any] = []
         self._even = False  # whether a batch of which nothing could be loaded is given, as None
@@ -152,7 +160,8 @@ class ResilientLoader(Generic[Batch]):
             object.__setattr__(self, name, value)
             return
         setattr(self._loader, name, value)  # torch refuses what cannot be changed
-        self._inner = self._reporting_loader()
+        _check(self._loader, self._refill, self._worker_timeout)
+        self._inner = self._reporting_loader(self._asking)
 
     def __repr__(self) -> str:
         left_out = sum(not incident.transient for incident in self.incidents)
@@ -161,9 +170,14 @@ class ResilientLoader(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         self._given.begin_epoch()
         # At once, as in torch: the workers start, and their seed is drawn.
-        if self._refilling is None:
+        if self._asking is None:
             return self._epoch_of(iter(self._inner), None)
-        return self._epoch_of(*self._refilling.begin(self._inner))
+        if self._worker_timeout is None:
+            return self._epoch_of(*self._asking.begin(self._inner))
+        # Workers that are started for each epoch have a board of their own, because there may be two epochs at once.
+        loader = self._inner if self._inner.persistent_workers else self._reporting_loader(self._asking)
+        watched = WatchedEpoch(loader, self._reporting_loader, self._asking, self._worker_timeout, self._record)
+        return self._epoch_of(watched, watched.requests)
 
     def _epoch_of(self, batches: Iterator[tuple[Any, Report]], requests: Requests | None) -> Iterator[Batch]:
         streak = _BadStreak(self._patience)
@@ -176,16 +190,18 @@ class ResilientLoader(Generic[Batch]):
                         given: Any = batch if kept else None
                         self._given.add(given, partial(_ids, self._log, kept))
                         yield given
-                if self._refilling is None or requests is None or not requests.more():
+                if self._asking is None or requests is None or not requests.more():
                     break
-                # The loader came to its end before we knew that there is something to ask for again. Starting it draws
-                # a seed; it is put back, so that later epochs have the order that they would have had.
-                generator = self._loader.generator or torch.default_generator
-                state = generator.get_state()
-                batches, _ = self._refilling.begin(self._inner, requests)
-                generator.set_state(state)
+                # The loader came to its end before we knew that there is something to ask for again.
+                if isinstance(batches, WatchedEpoch):
+                    batches.again()
+                else:
+                    batches, _ = self._asking.begin(self._inner, requests)
             streak.close()
         finally:
+            if isinstance(batches, WatchedEpoch):
+                batches.close()
+                self._inner = batches.loader
             self._given.epochs_under_way -= 1
 
     def _is_ready(self, report: Report, requests: Requests | None, streak: _BadStreak) -> bool:
@@ -222,31 +238,42 @@ class ResilientLoader(Generic[Batch]):
                 self.exceptions[incident.id] = marker.exception
         return incidents
 
-    def _reporting_loader(self) -> DataLoader[tuple[Any, Report]]:
+    def _new_asking(self) -> Asking:
+        single = self._loader.batch_sampler is None
+        return Asking(
+            self._loader.sampler if single else self._loader.batch_sampler,
+            refill=self._refill and not single,
+            single=single,
+        )
+
+    def _reporting_loader(
+        self, asking: Asking | None = None, workers: int | None = None
+    ) -> DataLoader[tuple[Any, Report]]:
         """Make a loader with the settings of the user's, that gives reports along with its batches."""
-        loader, attempts = self._loader, self._attempts
+        loader, attempts, watched = self._loader, self._attempts, self._worker_timeout
         batched = loader.batch_sampler is not None
+        workers = loader.num_workers if workers is None else workers
+        board = None if watched is None else Board(workers)
         settings: dict[str, Any] = {
-            "num_workers": loader.num_workers,
-            "collate_fn": Gather(loader.collate_fn, batched, attempts.catch),
+            "num_workers": workers,
+            "collate_fn": Gather(loader.collate_fn, batched, attempts.catch, board),
             "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
+            "timeout": loader.timeout if watched is None else min(watched / 10, 0.2),  # how often it is looked at
             "worker_init_fn": loader.worker_init_fn,
             "multiprocessing_context": loader.multiprocessing_context,
             "generator": loader.generator,
             "persistent_workers": loader.persistent_workers,
             "in_order": loader.in_order,
         }
-        if loader.num_workers:
+        if workers:
             settings["prefetch_factor"] = loader.prefetch_factor
         if isinstance(loader.dataset, IterableDataset):
             stream = FetchingStream(loader.dataset, attempts, self._patience if self._refill else 0)
             return DataLoader(stream, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings)
-        dataset = FetchingDataset(loader.dataset, attempts)
-        if batched:
-            batches = loader.batch_sampler if self._refilling is None else self._refilling
-            return DataLoader(dataset, batch_sampler=batches, **settings)
-        return DataLoader(dataset, batch_size=None, sampler=loader.sampler, **settings)
+        dataset = FetchingDataset(loader.dataset, attempts, board)
+        if batched and (asking is None or not asking.single):
+            return DataLoader(dataset, batch_sampler=loader.batch_sampler if asking is None else asking, **settings)
+        return DataLoader(dataset, batch_size=None, sampler=loader.sampler if asking is None else asking, **settings)
 
 
 class _BadStreak:
@@ -304,7 +331,7 @@ def _has_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
 
-def _check(loader: DataLoader[Any], refill: bool) -> None:
+def _check(loader: DataLoader[Any], refill: bool, worker_timeout: float | None) -> None:
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ArgumentTypeError(
             f"resilient(): {type(loader).__name__} has an __iter__ of its own.",
@@ -317,12 +344,50 @@ def _check(loader: DataLoader[Any], refill: bool) -> None:
             why="a batch is filled up with the samples after it, so there must be an order.",
             fix="gg.resilient(loader, refill=False)",
         )
+    if worker_timeout is not None:
+        _check_watched(loader)
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         raise ArgumentTypeError(
             f"resilient(): the dataset is {describe(loader.dataset)}, a data pipe.",
             why="torch gives its random seeds to data pipes only, not to what is around them.",
             fix="a Dataset or IterableDataset",
         )
+
+
+def _check_watched(loader: DataLoader[Any]) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        raise ArgumentTypeError(
+            f"resilient(): `worker_timeout` is given, and the dataset is {describe(loader.dataset)}, a stream.",
+            why="what a stream has read is lost with its worker; a new one would begin at its start.",
+            fix="gg.resilient(loader)   # or a Dataset with __getitem__",
+        )
+    for setting, value, wrong, why, fix in (
+        (
+            "num_workers",
+            loader.num_workers,
+            not loader.num_workers,
+            "a sample can only be survived by a process that is not the worker.",
+            "DataLoader(dataset, num_workers=2)",
+        ),
+        (
+            "in_order",
+            loader.in_order,
+            not loader.in_order,
+            "what a lost worker was asked for is known by the order of the batches.",
+            "DataLoader(dataset, in_order=True)",
+        ),
+        (
+            "timeout",
+            loader.timeout,
+            bool(loader.timeout),
+            "the loader's own timeout ends the epoch.",
+            "DataLoader(dataset, timeout=0)",
+        ),
+    ):
+        if wrong:
+            raise ArgumentValueError(
+                f"resilient(): `worker_timeout` is given, and the loader has {setting}={value}.", why=why, fix=fix
+            )
 
 
 @overload
@@ -338,6 +403,7 @@ def resilient(
     ids: Names = ...,
     sink: Sink | None = ...,
     ledger: Ledger | str | os.PathLike[str] | None = ...,
+    worker_timeout: float | None = ...,
 ) -> ResilientLoader[Batch]: ...
 @overload
 def resilient(
@@ -377,6 +443,7 @@ def resilient(
     ids: Names = None,
     sink: Sink | None = None,
     ledger: Ledger | str | os.PathLike[str] | None = None,
+    worker_timeout: float | None = None,
 ) -> Any:
     """Let one bad sample cost one sample, not the epoch.
 
@@ -404,6 +471,10 @@ def resilient(
             `sample_id(index)` if it has one, else the index.
         sink: Where incidents go besides `.incidents`; around a dataset it is called in the workers.
         ledger: A Ledger, or its path, as the sink.
+        worker_timeout: For a loader with workers and a map-style dataset: survive samples that kill their worker (a
+            crash in a decoder, no memory) or hang it for this many seconds. Such a sample is loaded once more, alone
+            in a fresh worker and with more time; if it fails again while its neighbours pass, it is left out. All
+            workers are replaced, with their `worker_init_fn`, and what they had prefetched is loaded again.
 
     Returns:
         A `ResilientLoader`, a `ResilientDataset` or a `ResilientStream`.
@@ -439,6 +510,12 @@ def resilient(
             why="it is the number of seconds to wait before the first retry.",
             fix="backoff=0.1",
         )
+    if worker_timeout is not None and not _is_positive(worker_timeout):
+        raise ArgumentValueError(
+            f"resilient(): `worker_timeout` is {describe(worker_timeout)}.",
+            why="it is the number of seconds that a worker may take for one sample; None for no limit.",
+            fix="worker_timeout=30",
+        )
     if sink is not None and ledger is not None:
         raise ArgumentValueError(
             "resilient(): `sink` and `ledger` are both given.",
@@ -454,24 +531,29 @@ def resilient(
     attempts = Attempts(_classes("catch", catch), _classes("retry_on", retry_on), retries, float(backoff))
     if ledger is not None:
         sink = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
-    if isinstance(inner := getattr(source, "base_dataloader", None), DataLoader):  # prepared by Accelerate
-        return ResilientLoader(inner, attempts, LoadingLog(inner.dataset, ids, sink), refill, patience).inside(source)
-    if isinstance(source, DataLoader):
-        return ResilientLoader(source, attempts, LoadingLog(source.dataset, ids, sink), refill, patience)
+    inner = getattr(source, "base_dataloader", None)
+    if isinstance(loader := inner if isinstance(inner, DataLoader) else source, DataLoader):
+        log = LoadingLog(loader.dataset, ids, sink)
+        made: ResilientLoader[Any] = ResilientLoader(loader, attempts, log, refill, patience, worker_timeout)
+        return made if loader is source else made.inside(source)  # prepared by Accelerate
     if not isinstance(source, Dataset) and not hasattr(source, "__getitem__"):
         raise ArgumentTypeError(
             f"resilient(): `source` is {describe(source)}.",
             why="it stands around a torch.utils.data.DataLoader, or a dataset.",
             fix="gg.resilient(torch.utils.data.DataLoader(dataset))",
         )
-    if refill or patience is not None:
+    if refill or patience is not None or worker_timeout is not None:
         raise ArgumentValueError(
-            "resilient(): `refill` and `patience` are for a loader, the source is a dataset.",
+            "resilient(): `refill`, `patience` and `worker_timeout` are for a loader, the source is a dataset.",
             why="a dataset answers for one sample at a time.",
             fix="gg.resilient(DataLoader(dataset, ...), refill=True)",
         )
     around = ResilientStream if isinstance(source, IterableDataset) else ResilientDataset
     return around(source, attempts, LoadingLog(source, ids, sink))
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf
 
 
 def _classes(argument: str, given: Any) -> Catch:

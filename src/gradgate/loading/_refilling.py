@@ -1,8 +1,9 @@
-"""Batches that are filled up: a batch with a bad sample is asked for again, without it and with the next one.
+"""Batches that can be asked for again: to fill them up, after the death of a worker, or to resume an epoch.
 
-The samples keep the order of the sampler. So when a batch turns out to have a bad sample, everything that was asked
-for after it belongs into other batches now: it is asked for again as well, and what the workers have already begun is
-thrown away when it arrives. That costs on the bad batch only. What they have found out about bad samples is kept.
+A batch with a bad sample is asked for again, without it and with the next one. The samples keep the order of the
+sampler. So when a batch turns out to have a bad sample, everything that was asked for after it belongs into other
+batches now: it is asked for again as well, and what the workers have already begun is thrown away when it arrives. That
+costs on the bad batch only. What they have found out about bad samples is kept.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import BatchSampler, Sampler
 
 
@@ -23,13 +25,22 @@ class Asked(NamedTuple):
     round: int
 
 
+class Order(list[Any]):
+    """The indices of a batch as a worker gets them, with their places in the order of the epoch."""
+
+    places: tuple[int, ...] = ()
+
+
 class Requests:
     """The batches to ask for in one epoch, in order; can go back."""
 
-    def __init__(self, groups: Iterator[list[Any]], size: int | None, drop_last: bool) -> None:
+    def __init__(
+        self, groups: Iterator[list[Any]], size: int | None = None, drop_last: bool = False, refill: bool = True
+    ) -> None:
         self._groups = groups
         self._size = size
         self._drop_last = drop_last
+        self._refill = refill
         self._indices: list[Any] = []  # all that were drawn so far, by place
         self._sizes: list[int] = []
         self._waiting: deque[int] = deque()  # places not asked for yet, in order
@@ -47,7 +58,9 @@ class Requests:
             raise StopIteration
         self._flying.append(Asked(self._number, tuple(places), self._round))
         self._number += 1
-        return [self._indices[place] for place in places]
+        order = Order(self._indices[place] for place in places)
+        order.places = tuple(places)
+        return order
 
     def received(self) -> Asked:
         """Give what the batch that has just arrived was asked for; they arrive in order."""
@@ -55,7 +68,27 @@ class Requests:
 
     def settles(self, asked: Asked, has_bad: bool) -> bool:
         """Tell whether a batch can be given out: its samples are not asked for again."""
-        return asked.round == self._round and not (has_bad and self._go_back(asked))
+        return asked.round == self._round and not (has_bad and self._refill and self._go_back(asked))
+
+    def under_way(self) -> list[Asked]:
+        """List the batches that were asked for and did not arrive."""
+        return list(self._flying)
+
+    def index_at(self, place: int) -> Any:
+        """Give the index of a sample by its place."""
+        return self._indices[place]
+
+    def put_at(self, place: int, instead: Any) -> None:
+        """Ask for something else at a place from now on."""
+        self._indices[place] = instead
+
+    def ask_again(self) -> None:
+        """Ask again for all that is under way: it is lost."""
+        lost = [one for one in self._flying if one.round == self._round]
+        self._flying.clear()
+        if lost:
+            self._waiting.extendleft(reversed([place for one in lost for place in one.places]))
+            self._number = lost[0].number
 
     def mark_bad(self, asked: Asked, rows: Iterable[int]) -> list[int]:
         """Leave samples of a batch out of all that is still to be asked for; give the rows that are news."""
@@ -116,34 +149,45 @@ class Requests:
         return True
 
 
-class Refilling(Sampler[list[Any]]):
-    """A batch sampler whose batches can be asked for again."""
+class Asking(Sampler[list[Any]]):
+    """A batch sampler, or a sampler of single indices, whose batches can be asked for again."""
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Any, *, refill: bool, single: bool = False) -> None:
         self._batches = batches
+        self._refill = refill
+        self.single = single
         self.requests: Requests | None = None
         self._resume = False
 
     def begin(self, loader: Iterable[Any], requests: Requests | None = None) -> tuple[Iterator[Any], Requests]:
         """Iterate over the loader that has this sampler, for a new epoch or for the rest of one."""
         self.requests, self._resume = requests, requests is not None
+        # Starting a loader draws a seed. In mid-epoch it is put back, so that later epochs have the order that they
+        # would have had.
+        generator = getattr(loader, "generator", None) or torch.default_generator
+        state = generator.get_state() if self._resume else None
         try:
             batches = iter(loader)  # torch may ask the sampler more than once for an iterator
         finally:
             self._resume = False
+            if state is not None:
+                generator.set_state(state)
         assert self.requests is not None
         return batches, self.requests
 
     def __iter__(self) -> Iterator[list[Any]]:
         if not self._resume or self.requests is None:
-            self.requests = self._new()
+            self.requests = self.new()
         return self.requests
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def _new(self) -> Requests:
+    def new(self) -> Requests:
+        """Give the requests of an epoch."""
         batches = self._batches
+        if not self._refill:
+            return Requests(([index] for index in batches) if self.single else _lists(batches), refill=False)
         if type(batches) is BatchSampler:
             return Requests(_chunks(batches.sampler, batches.batch_size), batches.batch_size, batches.drop_last)
         return Requests(_lists(batches), None, getattr(batches, "drop_last", False))
@@ -158,4 +202,5 @@ def _chunks(sampler: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 def _lists(batches: Iterable[Iterable[Any]]) -> Iterator[list[Any]]:
     for batch in batches:
-        yield list(batch)
+        if indices := list(batch):
+            yield indices
