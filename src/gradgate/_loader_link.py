@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -99,6 +99,13 @@ class GivenBatches:
         self.epoch += 1
         self._in_epoch, self._first_step = 0, None
         self.position()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "given": self._in_epoch, "total": self._total}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on in mid-epoch."""
+        self.epoch, self._in_epoch, self._total, self._first_step = state["epoch"], state["given"], state["total"], None
 
     @property
     def place(self) -> tuple[int, int]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence, Sized
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain, islice
 from typing import Any, TypeVar, cast
 
 import torch.distributed
@@ -24,6 +26,7 @@ from gradgate._text import user_level
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, LedgerWarning
 from gradgate.ledger import Ledger
 from gradgate.loading._bad_samples import Names, name_of
+from gradgate.loading._refilling import check_state, drawn_again, random_states
 
 Sample = TypeVar("Sample", covariant=True)
 
@@ -148,6 +151,9 @@ class QuarantineSampler(Sampler[Any]):
         self.retry_after = retry_after
         self.epoch = 0
         self._length: int | None = None
+        self._given = 0
+        self._random: list[torch.Tensor] = []
+        self._resume: Mapping[str, Any] | None = None
         self._bad = self._known()
 
     def __repr__(self) -> str:
@@ -163,8 +169,50 @@ class QuarantineSampler(Sampler[Any]):
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Give where the epoch is, to be saved with a checkpoint; also for torchdata's StatefulDataLoader.
+
+        Returns:
+            How many indexes were given, what the epoch leaves out, and the random state that its order was drawn from.
+        """
+        return {"epoch": self.epoch, "given": self._given, "bad": sorted(self._bad), "random": self._random}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on where a saved one was: the same order, and the same samples left out.
+
+        Args:
+            state: What `state_dict` gave.
+
+        Raises:
+            ArgumentValueError: It is something else.
+        """
+        check_state("QuarantineSampler", state, self.state_dict())
+        self._resume = state
+        self.set_epoch(state["epoch"])
+
     def __iter__(self) -> Iterator[Any]:
-        self._begin()
+        # A generator does nothing before the first index; what is drawn from random numbers is drawn then, as in torch.
+        state, self._resume = self._resume, None
+        if state is None or not state["random"]:
+            self._begin()
+            self._given, self._random = 0, random_states(self.sampler)
+            yield from self._counted(self._entries())
+            return
+        self._bad, self._length, self._random = set(state["bad"]), None, state["random"]
+        self._given = state["given"]
+        with drawn_again(self.sampler, self._random):
+            entries = self._entries()
+            deque(islice(entries, self._given), maxlen=0)
+            first = list(islice(entries, 1))  # now: the order is drawn with the first index
+            entries = chain(first, entries)
+        yield from self._counted(entries)
+
+    def _counted(self, entries: Iterator[Any]) -> Iterator[Any]:
+        for entry in entries:
+            self._given += 1
+            yield entry
+
+    def _entries(self) -> Iterator[Any]:
         if isinstance(self.sampler, DistributedSampler):
             yield from self._share(self.sampler)
             return

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from numbers import Real
 from typing import Any, Generic, TypeVar, overload
 
+import torch
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
@@ -26,7 +29,17 @@ from gradgate.loading._fetching import (
     ResilientDataset,
     ResilientStream,
 )
-from gradgate.loading._refilling import Asked, Asking, Requests
+from gradgate.loading._known_bad import QuarantineSampler
+from gradgate.loading._refilling import (
+    Asked,
+    Asking,
+    Position,
+    Requests,
+    check_state,
+    drawn_again,
+    generators_of,
+    random_states,
+)
 from gradgate.loading._workers import Board, WatchedEpoch
 from gradgate.records import Incident, Sink
 
@@ -93,6 +106,8 @@ class ResilientLoader(Generic[Batch]):
         self._inner = self._reporting_loader(self._asking)
         self._given = GivenBatches(log.sink)
         self._last: list[Any] = []
+        self._resume: Mapping[str, Any] | None = None
+        self._progress: _Progress | None = None
         self._even = False  # whether a batch of which nothing could be loaded is given, as None
         self.exceptions: dict[str, Exception] = {}
         self.skipped = 0
@@ -167,36 +182,134 @@ class ResilientLoader(Generic[Batch]):
         left_out = sum(not incident.transient for incident in self.incidents)
         return f"<resilient {type(self._loader).__name__}: {left_out} samples left out>"
 
-    def __iter__(self) -> Iterator[Batch]:
-        self._given.begin_epoch()
-        # At once, as in torch: the workers start, and their seed is drawn.
-        if self._asking is None:
-            return self._epoch_of(iter(self._inner), None)
-        if self._worker_timeout is None:
-            return self._epoch_of(*self._asking.begin(self._inner))
-        # Workers that are started for each epoch have a board of their own, because there may be two epochs at once.
-        loader = self._inner if self._inner.persistent_workers else self._reporting_loader(self._asking)
-        watched = WatchedEpoch(loader, self._reporting_loader, self._asking, self._worker_timeout, self._record)
-        return self._epoch_of(watched, watched.requests)
+    def state_dict(self) -> dict[str, Any]:
+        """Give where the epoch is, to be saved with a checkpoint.
 
-    def _epoch_of(self, batches: Iterator[tuple[Any, Report]], requests: Requests | None) -> Iterator[Batch]:
+        Returns:
+            Plain values and tensors: how many batches the loop has had, what the order of the epoch was drawn from, and
+            what a `QuarantineSampler` leaves out of it.
+
+        Raises:
+            ArgumentValueError: The loader has `in_order=False`, so the batches so far are not the first ones.
+
+        Examples:
+            >>> loader = gg.resilient(torch.utils.data.DataLoader(range(6), batch_size=2, shuffle=True))
+            >>> epoch = iter(loader)
+            >>> first, state, rest = next(epoch), loader.state_dict(), [batch.tolist() for batch in epoch]
+            >>> loader.load_state_dict(state)
+            >>> [batch.tolist() for batch in loader] == rest
+            True
+        """
+        if not self._loader.in_order:
+            raise ArgumentValueError(
+                "ResilientLoader.state_dict(): the loader has in_order=False.",
+                why="the batches that were given so far are not the first of the epoch.",
+                fix="DataLoader(dataset, in_order=True)",
+            )
+        progress, quarantine = self._progress, self._quarantine()
+        position = None if progress is None else progress.position
+        return {
+            **self._given.state_dict(),
+            "skipped": self.skipped,
+            "position": None if position is None else tuple(position),
+            "random": random_states(self._loader) if progress is None or position is None else progress.random,
+            "quarantine": None if quarantine is None or position is None else {**quarantine.state_dict(), "given": 0},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next epoch go on where a saved one was: the batches that it had not given yet, in their order.
+
+        Samples that were given are not loaded again; those of a stream are. Random numbers that workers draw are not
+        those of the saved run, because each draws them one after the other. The random state of the training is yours.
+
+        Args:
+            state: What `state_dict` gave, of a loader with the same dataset and settings.
+
+        Raises:
+            ArgumentValueError: It is something else.
+        """
+        check_state("ResilientLoader", state, self.state_dict())
+        self._given.load_state_dict({**state, "given": 0})
+        self.skipped, self._progress, self._resume = state["skipped"], None, None
+        if state["position"] is not None:
+            self._resume = state
+            return
+        for generator, saved in zip(generators_of(self._loader)[1:], state["random"][1:], strict=True):
+            generator.set_state(saved)
+
+    def __iter__(self) -> Iterator[Batch]:
+        state, self._resume = self._resume, None
+        if state is not None:
+            return self._resumed(state)
+        self._given.begin_epoch()
+        return self._epoch(self._asking, self._inner, _Progress(random_states(self._loader)))
+
+    def _resumed(self, state: Mapping[str, Any]) -> Iterator[Batch]:
+        """Go on in the epoch of another run."""
+        self._given.begin_epoch()
+        self._given.load_state_dict(state)
+        if (quarantine := self._quarantine()) is not None and state["quarantine"] is not None:
+            quarantine.load_state_dict(state["quarantine"])
+        position = Position(*state["position"])
+        progress = _Progress(state["random"], position)
+        with drawn_again(self._loader, progress.random):
+            if isinstance(self._loader.dataset, IterableDataset):
+                return self._epoch(None, self._inner, progress, pass_over=position.batches)
+            asking = self._asking or self._new_asking()
+            asking.start = position
+            return self._epoch(asking, self._reporting_loader(asking), progress)
+
+    def _epoch(
+        self,
+        asking: Asking | None,
+        loader: DataLoader[tuple[Any, Report]],
+        progress: _Progress,
+        pass_over: int = 0,
+    ) -> Iterator[Batch]:
+        # At once, as in torch: the workers start, and their seed is drawn.
+        batches: Iterator[tuple[Any, Report]]
+        if asking is None:
+            batches = islice(iter(loader), pass_over, None)
+        elif self._worker_timeout is None:
+            batches, progress.requests = asking.begin(loader)
+        else:
+            # Workers that are started for each epoch have a board of their own: there may be two epochs at once.
+            loader = loader if loader.persistent_workers else self._reporting_loader(asking)
+            batches = WatchedEpoch(loader, self._reporting_loader, asking, self._worker_timeout, self._record)
+            progress.requests = batches.requests
+        if progress.requests is not None:
+            progress.requests.begin()
+        self._progress = progress
+        return self._epoch_of(batches, asking, loader, progress)
+
+    def _epoch_of(
+        self,
+        batches: Iterator[tuple[Any, Report]],
+        asking: Asking | None,
+        loader: DataLoader[tuple[Any, Report]],
+        progress: _Progress,
+    ) -> Iterator[Batch]:
         streak = _BadStreak(self._patience)
+        requests = progress.requests
         self._given.epochs_under_way += 1
         try:
             while True:
                 for batch, report in batches:
-                    if self._is_ready(report, requests, streak):
+                    ready = self._is_ready(report, requests, streak)
+                    progress.count()
+                    if ready:
                         self._last = kept = report.kept
                         given: Any = batch if kept else None
                         self._given.add(given, partial(_ids, self._log, kept))
                         yield given
-                if self._asking is None or requests is None or not requests.more():
+                if asking is None or requests is None or not requests.more():
                     break
                 # The loader came to its end before we knew that there is something to ask for again.
                 if isinstance(batches, WatchedEpoch):
                     batches.again()
                 else:
-                    batches, _ = self._asking.begin(self._inner, requests)
+                    batches, _ = asking.begin(loader, requests)
+            progress.position = None
             streak.close()
         finally:
             if isinstance(batches, WatchedEpoch):
@@ -204,10 +317,16 @@ class ResilientLoader(Generic[Batch]):
                 self._inner = batches.loader
             self._given.epochs_under_way -= 1
 
+    def _quarantine(self) -> QuarantineSampler | None:
+        inner = getattr(self._loader.batch_sampler, "sampler", None)
+        candidates = (self._loader.batch_sampler, self._loader.sampler, inner)
+        return next((one for one in candidates if isinstance(one, QuarantineSampler)), None)
+
     def _is_ready(self, report: Report, requests: Requests | None, streak: _BadStreak) -> bool:
         """Write down what is bad about a batch; tell whether the rest of it is to be given out."""
         asked = None if requests is None else requests.received()
-        if asked is not None and len(asked.places) != len(report.indices):
+        if requests is not None and asked is not None and len(asked.places) != len(report.indices):
+            requests.settles(asked, has_bad=False)
             requests = None  # the dataset gave another number of samples than were asked for
         if report.bad or report.skipped:
             self._write_down(report, requests, asked, streak)
@@ -276,6 +395,23 @@ class ResilientLoader(Generic[Batch]):
         return DataLoader(dataset, batch_size=None, sampler=loader.sampler if asking is None else asking, **settings)
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How far an epoch is; at its end it has no position."""
+
+    random: Sequence[torch.Tensor]
+    position: Position | None = field(default_factory=Position)
+    requests: Requests | None = None
+
+    def count(self) -> None:
+        """Note that a batch has arrived."""
+        assert self.position is not None
+        if self.requests is None:
+            self.position = self.position._replace(batches=self.position.batches + 1)
+        else:
+            self.position = self.requests.settled
+
+
 class _BadStreak:
     """Counts bad samples in a row, and raises when it is the code that is bad."""
 
@@ -332,7 +468,8 @@ def _has_batches(loader: DataLoader[Any]) -> bool:
 
 
 def _check(loader: DataLoader[Any], refill: bool, worker_timeout: float | None) -> None:
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    own_state = hasattr(loader, "state_dict") and not hasattr(loader.dataset, "state_dict")  # torchdata's; we have ours
+    if type(loader).__iter__ is not DataLoader.__iter__ and not own_state:
         raise ArgumentTypeError(
             f"resilient(): {type(loader).__name__} has an __iter__ of its own.",
             why="it would be lost: a resilient loader asks a plain DataLoader of the same settings.",

@@ -9,12 +9,16 @@ costs on the bad batch only. What they have found out about bad samples is kept.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, Sampler
+
+from gradgate._names import describe
+from gradgate.errors import ArgumentValueError
 
 
 class Asked(NamedTuple):
@@ -23,6 +27,14 @@ class Asked(NamedTuple):
     number: int
     places: tuple[int, ...]
     round: int
+
+
+class Position(NamedTuple):
+    """Where an epoch is: after so many batches, at this place of its order, with these bad places to come."""
+
+    batches: int = 0
+    place: int | None = None
+    bad: tuple[int, ...] = ()
 
 
 class Order(list[Any]):
@@ -48,11 +60,34 @@ class Requests:
         self._bad: set[int] = set()
         self._number = 0
         self._round = 0
+        self.settled = Position()
+        self._start: Position | None = None
 
     def __iter__(self) -> Requests:
         return self
 
+    def start_at(self, position: Position) -> Requests:
+        """Begin in mid-epoch; nothing is drawn before the first batch is asked for."""
+        self._start = self.settled = position
+        return self
+
+    def begin(self) -> None:
+        """Pass over what was given in an earlier run."""
+        start, self._start = self._start, None
+        if start is None:
+            return
+        self._pull()  # at least once: the order is drawn with the first index
+        while len(self._sizes) < start.batches if start.place is None else len(self._indices) < start.place:
+            if not self._pull():
+                break
+        begun = sum(self._sizes[: start.batches]) if start.place is None else start.place
+        for _ in range(min(begun, len(self._waiting))):
+            self._waiting.popleft()
+        self._number = start.batches
+        self._bad.update(start.bad)
+
     def __next__(self) -> list[Any]:
+        self.begin()
         places = self._take()
         if not places:
             raise StopIteration
@@ -68,7 +103,12 @@ class Requests:
 
     def settles(self, asked: Asked, has_bad: bool) -> bool:
         """Tell whether a batch can be given out: its samples are not asked for again."""
-        return asked.round == self._round and not (has_bad and self._refill and self._go_back(asked))
+        if asked.round != self._round or (has_bad and self._refill and self._go_back(asked)):
+            return False
+        place = asked.places[-1] + 1
+        bad = tuple(sorted(one for one in self._bad if one >= place)) if self._bad else ()
+        self.settled = Position(asked.number + 1, place if self._refill else None, bad)
+        return True
 
     def under_way(self) -> list[Asked]:
         """List the batches that were asked for and did not arrive."""
@@ -157,6 +197,7 @@ class Asking(Sampler[list[Any]]):
         self._refill = refill
         self.single = single
         self.requests: Requests | None = None
+        self.start: Position | None = None
         self._resume = False
 
     def begin(self, loader: Iterable[Any], requests: Requests | None = None) -> tuple[Iterator[Any], Requests]:
@@ -169,7 +210,7 @@ class Asking(Sampler[list[Any]]):
         try:
             batches = iter(loader)  # torch may ask the sampler more than once for an iterator
         finally:
-            self._resume = False
+            self._resume, self.start = False, None
             if state is not None:
                 generator.set_state(state)
         assert self.requests is not None
@@ -185,6 +226,10 @@ class Asking(Sampler[list[Any]]):
 
     def new(self) -> Requests:
         """Give the requests of an epoch."""
+        requests = self._whole_epoch()
+        return requests if self.start is None else requests.start_at(self.start)
+
+    def _whole_epoch(self) -> Requests:
         batches = self._batches
         if not self._refill:
             return Requests(([index] for index in batches) if self.single else _lists(batches), refill=False)
@@ -204,3 +249,42 @@ def _lists(batches: Iterable[Iterable[Any]]) -> Iterator[list[Any]]:
     for batch in batches:
         if indices := list(batch):
             yield indices
+
+
+def generators_of(owner: Any) -> list[torch.Generator]:
+    """List the generators that the order of an epoch is drawn from: torch's own, those of a loader and its samplers."""
+    found = [torch.default_generator]
+    waiting = [owner]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(generator := getattr(one, "generator", None), torch.Generator) and generator not in found:
+            found.append(generator)
+        waiting += [inner for name in ("sampler", "batch_sampler") if (inner := getattr(one, name, None)) is not None]
+    return found
+
+
+def random_states(owner: Any) -> list[torch.Tensor]:
+    """Take the states of these generators."""
+    return [generator.get_state() for generator in generators_of(owner)]
+
+
+@contextmanager
+def drawn_again(owner: Any, states: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let a block draw what an earlier run has drawn; torch's own generator is as before afterwards."""
+    now = torch.get_rng_state()
+    try:
+        for generator, state in zip(generators_of(owner), states, strict=True):
+            generator.set_state(state)
+        yield
+    finally:
+        torch.set_rng_state(now)
+
+
+def check_state(owner: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse a state that is not of this kind."""
+    if set(state) != set(own):
+        raise ArgumentValueError(
+            f"{owner}.load_state_dict(): the state is {describe(state)}.",
+            why=f"it has the entries {sorted(own)}.",
+            fix="load_state_dict(checkpoint[...])   # what state_dict() of the same kind gave",
+        )
