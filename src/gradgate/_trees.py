@@ -32,7 +32,7 @@ def with_own_containers(tree: Any) -> Any:
     if kind is list or kind is tuple:
         parts = [with_own_containers(part) for part in tree]
         return parts if kind is list else tree if all(map(is_, parts, tree)) else tuple(parts)
-    if isinstance(tree, torch.Tensor | PackedSequence) or is_array(tree):
+    if isinstance(tree, (torch.Tensor, PackedSequence)) or is_array(tree):
         return tree
     if batch_class(tree) is not None:
         return _copied(copy.copy, tree)
@@ -40,7 +40,7 @@ def with_own_containers(tree: Any) -> Any:
     if children is None:
         return tree
     copies = {key: with_own_containers(part) for key, part in children.items()}
-    changeable = isinstance(tree, list | MutableMapping) or dataclasses.is_dataclass(tree)
+    changeable = isinstance(tree, (list, MutableMapping)) or dataclasses.is_dataclass(tree)
     if not changeable and all(map(is_, copies.values(), children.values())):
         return tree
     return _copied(lambda tree: rebuilt(tree, copies), tree)
@@ -61,7 +61,7 @@ def is_array(value: object) -> TypeGuard[Any]:
 
 def is_shared(value: object) -> bool:
     """Tell whether a leaf belongs to all samples: it cannot be cut into samples at all."""
-    return value is None or isinstance(value, str | bytes | int | float | complex) or not _can_be_indexed(value)
+    return value is None or isinstance(value, (str, bytes, int, float, complex)) or not _can_be_indexed(value)
 
 
 def _can_be_indexed(value: object) -> bool:
@@ -81,7 +81,7 @@ def children_of(tree: Any) -> dict[Any, Any] | None:
         return dict(tree.items())
     if is_record(tree):
         return dict(zip(tree._fields, tree, strict=True))
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):
         return dict(enumerate(tree))
     if dataclasses.is_dataclass(tree):
         return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
@@ -107,7 +107,7 @@ def rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
     """Give a container of the same kind with other parts; a mapping that cannot be changed as a dict."""
     if is_record(tree):
         return tree._replace(**children)
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):
         return type(tree)(children.values())
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return children

@@ -205,7 +205,7 @@ def _pause_task() -> None:
 
 Function = Callable[..., Any]
 
-DEFERRED = frozenset({types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType})
+DEFERRED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 """What a call can give back before its body has run."""
 
 
@@ -558,7 +558,7 @@ def _check_decorated(fn: object, flag: bool) -> None:
             why="it could mean its constructor or all of its methods.",
             fix=f"@gg.grad_mode({flag})\ndef forward(self, x): ...   # on each method that is meant",
         )
-    if isinstance(fn, classmethod | staticmethod):
+    if isinstance(fn, (classmethod, staticmethod)):
         names = ", ".join(inspect.signature(fn.__func__).parameters)
         raise ArgumentTypeError(
             f"@grad_mode({flag}) stands on a {type(fn).__name__}.",

@@ -119,7 +119,7 @@ def at(x: torch.Tensor | torch.nn.Module | Mapping[str, torch.Tensor], name: str
                 fix="gg.at(x)[idx].set(v)",
             )
         return At(_dense(x), _itself)
-    if not isinstance(x, torch.nn.Module | Mapping):
+    if not isinstance(x, (torch.nn.Module, Mapping)):
         raise ArgumentTypeError(
             f"at(): `x` is {describe(x)}.",
             why="it edits a torch.Tensor, or one tensor of a module or a dictionary.",

@@ -277,7 +277,7 @@ def fit(
     while value.dim() > len(shape) and value.shape[0] == 1:
         value = value[0]  # as in torch's own assignment
     if value.dim() <= len(shape) and all(
-        mine in (1, wanted) for mine, wanted in zip(reversed(value.shape), reversed(shape), strict=False)
+        mine in (1, wanted) for mine, wanted in zip(value.shape, shape[len(shape) - value.dim() :], strict=True)
     ):
         return value.expand(tuple(shape))
     raise ArgumentValueError(

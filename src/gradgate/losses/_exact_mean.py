@@ -122,7 +122,7 @@ class ExactMean:
 
 
 def _counted(count: Any, device: torch.device) -> torch.Tensor:
-    if not isinstance(count, Real | torch.Tensor):
+    if not isinstance(count, (Real, torch.Tensor)):
         raise ArgumentTypeError(
             f"ExactMean.backward(): `count` is {describe(count)}.",
             why="it is how much went into the sum: samples, tokens, or weight.",

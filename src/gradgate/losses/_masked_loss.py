@@ -373,7 +373,7 @@ def _spelled_out(
 ) -> tuple[Any, torch.Tensor, tuple[Any, ...], dict[str, Any]]:
     """Give a loss and its arguments in one form: data in `more`, settings and the weights of a module in `kw`."""
     if loss_fn in _NAMES:
-        kw, more = dict(zip(_NAMES[loss_fn], more, strict=False)) | kw, ()
+        kw, more = dict(zip(_NAMES[loss_fn][: len(more)], more, strict=True)) | kw, ()
     more = (*more, *[kw[name] for name in _DATA if name in kw])
     kw = {name: value for name, value in kw.items() if name not in _DATA}
     if "size_average" in kw or "reduce" in kw:

@@ -142,7 +142,7 @@ def _check_threshold(method: object, threshold: float) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real | torch.Tensor)
+    return isinstance(value, (Real, torch.Tensor))
 
 
 def trimmed(per_sample: torch.Tensor, fraction: float) -> torch.Tensor:

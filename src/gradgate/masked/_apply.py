@@ -348,7 +348,7 @@ def _does_not_hold(
 
 
 def _check_fill_value(fill_value: object, function: str) -> None:
-    if not isinstance(fill_value, bool | int | float | complex):
+    if not isinstance(fill_value, (bool, int, float, complex)):
         raise ArgumentTypeError(
             f"{function}(): `fill_value` is {describe(fill_value)}.",
             why="one number stands for everything that is not kept.",

@@ -67,7 +67,7 @@ def impute(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.impute", keepdim=True, empty=empty)
     mask = slices.full_mask()
-    if isinstance(using, bool | int | float | complex):
+    if isinstance(using, (bool, int, float, complex)):
         dtype = dtype_holding(x, using, "using", "masked.impute")
         return torch.where(mask, x.to(dtype), torch.full((), using, dtype=dtype, device=x.device))
     if isinstance(using, Tensor):
@@ -123,7 +123,7 @@ def _of_each_slice(function: Callable[[Tensor], Any], slices: Slices) -> Tensor:
 def _number(value: Any, own: Tensor) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
-    if isinstance(value, bool | int | float | complex):
+    if isinstance(value, (bool, int, float, complex)):
         return torch.full((), value, dtype=dtype_holding(own, value, "using", "masked.impute"), device=own.device)
     raise ArgumentTypeError(
         f"masked.impute(): the function `using` was called with {describe(own)} and gave {describe(value)}.",

@@ -375,7 +375,7 @@ def _levels(q: float | Sequence[float] | Tensor, slices: Slices) -> tuple[bool, 
         if not slices.x.is_floating_point() and has_data(levels):  # an integer cannot say NaN
             _check_levels(levels.tolist(), slices.function)
         return q.dim() == 1, levels
-    several = isinstance(q, Iterable) and not isinstance(q, str | bytes)
+    several = isinstance(q, Iterable) and not isinstance(q, (str, bytes))
     wanted = list(q) if several else [q]  # type: ignore[arg-type]
     _check_levels(wanted, slices.function)
     return several, torch.tensor(wanted, dtype=torch.float64, device=slices.x.device)

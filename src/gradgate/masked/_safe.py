@@ -322,14 +322,14 @@ def safe_asin(x: Tensor) -> Tensor:
 
 
 def _check_fill_value(fill_value: object, function: str) -> None:
-    if not isinstance(fill_value, bool | int | float | complex):
+    if not isinstance(fill_value, (bool, int, float, complex)):
         raise wrong_type(
             fill_value, "fill_value", function, "one number stands at all the bad points.", "fill_value=0.0"
         )
 
 
 def _check_operand(value: object, name: str, function: str) -> None:
-    if not isinstance(value, bool | int | float | complex) and not isinstance(value, Real):
+    if not isinstance(value, (bool, int, float, complex)) and not isinstance(value, Real):
         raise wrong_type(
             value, name, function, "what is divided is a tensor or a number.", f"{name}=torch.as_tensor({name})"
         )

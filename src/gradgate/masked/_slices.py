@@ -523,12 +523,12 @@ def _not_dense(tensor: Tensor, name: str, function: str) -> ArgumentTypeError:
 def _numbers(exclude: Any, function: str) -> list[Number]:
     if type(exclude) in (float, int):
         return [exclude]
-    several = isinstance(exclude, Iterable) and not isinstance(exclude, str | bytes)
+    several = isinstance(exclude, Iterable) and not isinstance(exclude, (str, bytes))
     found: list[Number] = []
     for value in exclude if several else (exclude,):
         # A numpy number is a number too, but not one of Python's.
         number = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
-        if not isinstance(number, bool | int | float | complex):
+        if not isinstance(number, (bool, int, float, complex)):
             raise ArgumentTypeError(
                 f"{function}(): `exclude` has {describe(value)}.",
                 why="values are compared with the elements of x, so they have to be numbers.",
@@ -741,7 +741,7 @@ def slices_of(
 ) -> Slices:
     """Read the arguments that all functions share; `exclude` is compared before x becomes another dtype."""
     mask, excluded = mask_of(x, keep, exclude, function=function, lazy=dtype is None)
-    if not (empty is ... or isinstance(empty, bool | int | float | complex) or empty == "raise"):
+    if not (empty is ... or isinstance(empty, (bool, int, float, complex)) or empty == "raise"):
         raise ArgumentTypeError(
             f"{function}(): `empty` is {describe(empty)}.",
             why='it is what a slice with nothing kept gives: a number, or "raise".',
@@ -769,7 +769,7 @@ def dims_of(x: Tensor, dim: Dim, function: str) -> tuple[int, ...]:
     rank = x.dim()
     if dim is None:
         return tuple(range(rank))
-    wanted = tuple(dim) if isinstance(dim, list | tuple | torch.Size | range) else (dim,)
+    wanted = tuple(dim) if isinstance(dim, (list, tuple, torch.Size, range)) else (dim,)
     found = []
     for d in wanted:
         if not isinstance(d, int):
