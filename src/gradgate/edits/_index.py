@@ -135,6 +135,8 @@ def _as_item(item: Any, device: torch.device) -> Any:
         return item
     if hasattr(item, "__index__") and not isinstance(item, bool) and not hasattr(item, "__len__"):
         return operator.index(item)  # an int, or what numpy has in its place
+    if getattr(item, "shape", None) == ():
+        item = item.item()  # torch 2.8 cannot read a bool of numpy
     try:
         tensor = torch.as_tensor(list(item) if isinstance(item, range) else item, device=device)
     except (TypeError, ValueError, RuntimeError):
