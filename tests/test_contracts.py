@@ -70,7 +70,7 @@ def test_every_public_name_is_documented_and_nothing_else_is():
     assert set(documented) == public_names()
 
 
-def test_no_public_name_is_the_name_of_a_room():
+def test_no_public_name_is_the_name_of_a_package():
     assert not set(gradgate._PACKAGE_OF) & {path.stem for path in PACKAGE.iterdir()}
 
 
@@ -116,7 +116,7 @@ PAPER = ["gradgate", "gradgate.records", "gradgate.errors", "gradgate.ledger", "
 
 
 @pytest.mark.parametrize("module", PAPER)
-def test_the_root_and_the_paper_rooms_do_not_load_torch(module):
+def test_the_root_and_the_packages_without_torch_do_not_load_it(module):
     assert fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 
 

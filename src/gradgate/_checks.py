@@ -1,4 +1,4 @@
-"""Questions that several rooms ask about their arguments, with one answer and one wording each."""
+"""Checks of arguments that several packages share, each with one wording."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class _Writer:
     # What JSON holds by itself stays as it is; everything else is an object whose first key says its kind.
 
     def __init__(self, limit: int) -> None:
-        self.room = limit
+        self.left = limit
         self.tensors: dict[str, torch.Tensor] = {}
 
     def node(self, value: Any, depth: int = 0) -> Any:
@@ -179,9 +179,9 @@ class _Writer:
         return {"array": self.tensor(tensor), "scalar": not hasattr(value, "__setitem__")}
 
     def takes(self, size: int) -> bool:
-        if size > self.room:
+        if size > self.left:
             return False
-        self.room -= size
+        self.left -= size
         return True
 
 

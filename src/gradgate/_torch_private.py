@@ -153,7 +153,7 @@ def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
         if name.startswith("_saved_"):
             try:
                 value = getattr(node, name)
-            except RuntimeError:  # it was overwritten, which is told elsewhere, or let go
+            except RuntimeError:  # it was overwritten, which is reported elsewhere, or let go
                 continue
             if isinstance(value, torch.Tensor):
                 found[name.removeprefix("_saved_")] = value

@@ -107,7 +107,7 @@ def test_a_wrong_kind_of_argument(call, words):
         (lambda: gg.at(X)[0].get(mode="drop"), ["`mode` is 'drop' and `fill_value` is None"]),
         (lambda: gg.at(X)[0].get(mode="clip", fill_value=0), ["`mode` is 'clip' and `fill_value` is the int 0"]),
         (lambda: gg.at(X.to(torch.uint8))[0].set(300), ["300 does not fit into uint8"]),
-        (lambda: gg.at(X.to(torch.uint8))[0].add(-1), ["-1 does not fit into uint8", "wrap around in silence"]),
+        (lambda: gg.at(X.to(torch.uint8))[0].add(-1), ["-1 does not fit into uint8", "wrap around silently"]),
         (lambda: gg.at(X.long())[0].set(2**63), [f"{2**63} does not fit into int64"]),
         (lambda: gg.at(X)[0].set(10**400), ["does not fit into float32"]),
         (lambda: gg.at(X.to("meta"))[0].set(torch.ones(4)), ["the value is on cpu, x is on meta", "v.to(x.device)"]),

@@ -44,7 +44,7 @@ def test_a_full_disk_warns_once_and_loses_nothing(ledger):
     fill_the_disk(ledger)
     large = [incident(f"during {number}", message="x" * 2000) for number in range(50)]
     with pytest.warns(
-        LedgerWarning, match=r"is full.*Incidents are kept in memory(.|\n)*make room on the disk"
+        LedgerWarning, match=r"is full.*Incidents are kept in memory(.|\n)*free some space on the disk"
     ) as said:
         record_one_by_one(ledger, large, b"sample " * 100)
     assert len(said) == 1

@@ -59,7 +59,7 @@ class _Commands(CommandGroup):
             vars(error)["message"] = visible(error.message, lines=True)  # It may quote a name that a stranger chose.
             raise
         except (GradgateError, OSError) as error:
-            if getattr(error, "errno", None) == errno.EPIPE:  # `| head` has seen enough; click ends in silence.
+            if getattr(error, "errno", None) == errno.EPIPE:  # `| head` has seen enough; click ends silently.
                 raise
             _forget_unwritten_output()
             raise click.ClickException(visible(error, lines=True)) from error

@@ -72,17 +72,17 @@ def doctor(
     if not as_module and not Path(script).is_file():
         raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
     console, terminal = Console(highlight=False, soft_wrap=True), Console(stderr=True)
-    told: list[Diagnosis] = []
+    printed: list[Diagnosis] = []
 
     def tell_early(diagnosis: Diagnosis) -> None:
         if not diagnosis.healthy:
             console.print(diagnosis)
-            told.append(diagnosis)
+            printed.append(diagnosis)
 
     def tell(report: ScriptReport) -> None:
         if rerun_path is not None:
             rerun_path.write_text(json.dumps({**report.diagnosis.to_dict(), "losses": report.losses}), "utf-8")
-        if not told or report.diagnosis.findings != told[-1].findings:
+        if not printed or report.diagnosis.findings != printed[-1].findings:
             console.print(report.diagnosis)
         if json_path is not None:
             json_path.write_text(report.diagnosis.to_json(), encoding="utf-8")

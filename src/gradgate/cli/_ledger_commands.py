@@ -91,7 +91,7 @@ def show(path: Path, incident_id: str, as_json: bool) -> None:
     payload, snapshot = book.payload_of(incident.id), book.snapshot_of(incident.id)
     run = next((run for run in book.runs() if run.name == incident.run), None)
     decisions = [] if incident.sample_id is None else book.decisions(incident.sample_id)
-    told = {
+    shown = {
         **incident.to_dict(),
         "payload_bytes": None if payload is None else len(payload),
         "snapshot_bytes": None if snapshot is None else len(snapshot),
@@ -100,10 +100,10 @@ def show(path: Path, incident_id: str, as_json: bool) -> None:
         "decisions": [decision.to_dict() for decision in decisions],
     }
     if as_json:
-        show_json(told)
+        show_json(shown)
         return
-    told |= {"time": moment(incident.time), "run_details": "", "decisions": ""}
-    for name, value in told.items():
+    shown |= {"time": moment(incident.time), "run_details": "", "decisions": ""}
+    for name, value in shown.items():
         if value not in (None, "", {}):
             say(f"{name:>16}  {cell_text(value)}")
     if run is not None:

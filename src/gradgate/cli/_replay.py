@@ -59,8 +59,8 @@ def replay(
         diagnosis = replaying.examine(path, incident_id, loss_fn, model=network, rows=result.rows, batch_dim=batch_dim)
     written = [] if as_test is None else replaying.write_test(as_test, path, incident_id, entry, model=model)
     if as_json:
-        told = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
-        show_json({**result.to_dict(), **told, "written": [str(file) for file in written]})
+        explained = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
+        show_json({**result.to_dict(), **explained, "written": [str(file) for file in written]})
     else:
         say(result)
         if result.snapshot_stored and network is None:

@@ -41,13 +41,13 @@ def report(path: Path, diagnosis: Path | None, output: Path, serve: bool, port: 
     if port is not None and not serve:
         raise click.UsageError("--port goes with --serve.")
     ledger = Ledger(path, read_only=True)
-    told = None if diagnosis is None else _read(diagnosis)
+    saved = None if diagnosis is None else _read(diagnosis)
     if serve:
-        _follow(ledger, told, port or 0, as_json)
+        _follow(ledger, saved, port or 0, as_json)
     elif str(output) == "-":
-        sys.stdout.buffer.write(render_page(ledger, told).encode())
+        sys.stdout.buffer.write(render_page(ledger, saved).encode())
     else:
-        size = _write(lambda: write_page(output, ledger, told), output)
+        size = _write(lambda: write_page(output, ledger, saved), output)
         if as_json:
             show_json({"file": str(output), "bytes": size, "incidents": ledger.stats().incidents})
         else:
@@ -71,22 +71,22 @@ def _follow(ledger: Ledger, diagnosis: dict[str, Any] | None, port: int, as_json
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise click.ClickException(
             f"{path} is not JSON: {error}.\nFix: gradgate doctor --json {path} train.py"
         ) from error
-    if not isinstance(told, dict):
+    if not isinstance(saved, dict):
         raise click.ClickException(f"{path} is not a diagnosis.\nFix: gradgate doctor --json {path} train.py")
-    return told
+    return saved
 
 
 def _write(writing: Callable[[], int], path: Path) -> int:
     try:
         return writing()
     except OSError as error:
-        if error.strerror is None:  # A ledger's own, told as it is.
+        if error.strerror is None:  # A ledger's own error.
             raise
         raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from error

@@ -61,7 +61,7 @@ loss. Only modules that call no other have edges; what is computed between them 
 passed through, and so are modules that hand on the very tensor that they are given. `gradient_norm` is the 2-norm of
 the gradient of the tensors that `to` read, as it came back out of `to`; None if none came back or it could not be
 read. `nonfinite` says whether that gradient, or a value on its path to a bad loss, is NaN or infinite. At most 2,000
-edges are told: of more, those between the nearest modules.
+edges are shown: of more, those between the nearest modules.
 """
 
 
@@ -370,10 +370,10 @@ def _bits(mask: int) -> Iterator[int]:
 def _merged(one: Lost, other: Lost) -> Lost:
     if not one or not other or one is other:
         return one or other
-    told = 0
+    covered = 0
     for _, mask in one:
-        told |= mask
-    return (*one, *((op, mask & ~told) for op, mask in other if mask & ~told))
+        covered |= mask
+    return (*one, *((op, mask & ~covered) for op, mask in other if mask & ~covered))
 
 
 # --- the path of a non-finite value -----------------------------------------------------------------------------------

@@ -455,22 +455,22 @@ def _again(
             env=environment,
             check=False,
         )
-        told: dict[str, Any] = {}
+        second: dict[str, Any] = {}
         with suppress(OSError, ValueError):  # it did not come to its end
-            told = json.loads(report.read_text(encoding="utf-8"))
+            second = json.loads(report.read_text(encoding="utf-8"))
     happened = f"raised {type(raised).__name__}" if raised is not None else "had a gradient that is not finite"
-    if not told:
+    if not second:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = f"It ended with exit code {done.returncode}{f': {visible(last[0])}' if last else '.'}"
         return Diagnosis((_not_repeated(f"step {step} {happened}; the second run, to trace it, did not start", why),))
     findings = tuple(
         Finding(**{**finding, **{key: tuple(finding[key]) for key in ("samples", "also", "consequences")}})
-        for finding in told["findings"]
+        for finding in second["findings"]
     )
-    diagnosis = Diagnosis(findings, None, told["graph"], tuple(told["layers"]))
+    diagnosis = Diagnosis(findings, None, second["graph"], tuple(second["layers"]))
     if diagnosis.at_least("error"):
         return diagnosis
-    both = list(zip(first.losses, told["losses"], strict=False))
+    both = list(zip(first.losses, second["losses"], strict=False))
     differs = next((n for n, (one, two) in enumerate(both) if one != two and not (one != one and two != two)), None)
     why = "The losses were the same up to there: it depends on files, time or other machines."
     if differs is not None:

@@ -242,7 +242,7 @@ def _in_range(item: int, shape: Sequence[int], dim: int, mode: str) -> int | Non
 def as_value(value: Any, x: torch.Tensor, *, function: str) -> torch.Tensor:
     """Give a value as a tensor of the dtype and on the device of x."""
     # A value may be cast where no kind of information is lost: bool to int to float to complex, and between widths of
-    # one kind. The other direction (a float into an integer tensor) would round in silence.
+    # one kind. The other direction (a float into an integer tensor) would round silently.
     if type(value) in (bool, int, float, complex):
         return _number(value, x, function)
     if not isinstance(value, torch.Tensor):
@@ -309,7 +309,7 @@ def _number(value: complex, x: torch.Tensor, function: str) -> torch.Tensor:
     except (RuntimeError, ValueError, OverflowError):
         raise ArgumentValueError(
             f"{function}: {value} does not fit into {str(x.dtype).removeprefix('torch.')}.",
-            why="it would wrap around in silence.",
+            why="it would wrap around silently.",
             fix="gg.at(x.long())   # or a value in range",
         ) from None
 

@@ -340,7 +340,7 @@ def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) 
         if set(frozen.freezes) == {token} or (token is None and set(frozen.freezes) - {ROWS_TOKEN}):
             raise ArgumentValueError(
                 f"thaw(): `{name}` was frozen when DistributedDataParallel was built.",
-                why="DDP would not synchronise its gradient, and the processes would drift apart in silence.",
+                why="DDP would not synchronise its gradient, and the processes would drift apart silently.",
                 fix="model = DistributedDataParallel(model.module)   # after thawing; or freeze only after the wrap",
             )
 

@@ -83,7 +83,7 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
 
     Args:
         model: The model.
-        *optimizers: Its optimizers; with them, a parameter that would learn but is in none of them is told, and how
+        *optimizers: Its optimizers; with them, a parameter that would learn but is in none of them is reported, and how
             much they remember of one that is frozen.
 
     Returns:

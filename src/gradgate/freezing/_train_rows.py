@@ -199,7 +199,7 @@ def train_rows(module: nn.Module, rows: Sequence[int] | torch.Tensor | range) ->
     if id(module.weight) in replicated():
         raise ArgumentValueError(
             "train_rows(): DistributedDataParallel is around this module already.",
-            why="it would not synchronise the new parameter, and the processes would drift apart in silence.",
+            why="it would not synchronise the new parameter, and the processes would drift apart silently.",
             fix="model = DistributedDataParallel(model)   # after gg.train_rows, not before",
         )
     return RowTraining(modules, row_numbers(rows, module.get_parameter("weight"), "train_rows"))

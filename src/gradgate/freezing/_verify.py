@@ -37,7 +37,7 @@ _MIX = 0x2545_F491_4F6C_DD1D  # any odd number with its bits well spread
 
 @dataclass(frozen=True)
 class Moved:
-    """The first movement: the elements first to last hold it, one element where it could be told."""
+    """The first movement: the elements first to last hold it, one element where it is known."""
 
     first: int
     last: int

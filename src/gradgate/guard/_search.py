@@ -753,11 +753,11 @@ def raise_as_it_is(fault: StepFault, size: int, evidence: str, why: str = "", fi
     """Raise a fault that no sample is blamed for: the user's exception with the evidence behind it, or our own."""
     if fault.error is None:
         raise TooManyBadSamples(f"Guard: {fault.message} in a batch of {size} samples; {evidence}.", why=why, fix=fix)
-    told = GradgateError(f"Guard: {evidence}.", why=why or "a fault of the code must be seen.", fix=fix)
-    told.__cause__ = fault.error.__cause__
+    explained = GradgateError(f"Guard: {evidence}.", why=why or "a fault of the code must be seen.", fix=fix)
+    explained.__cause__ = fault.error.__cause__
     with suppress(Exception):  # a class may let nobody set an attribute; the evidence stands behind it all the same
         fault.error.add_note(f"gradgate: {evidence}; no sample was dropped, and everything is as before the step.")
-    raise fault.error from told
+    raise fault.error from explained
 
 
 def _dropped(found: Localisation, rows: list[int]) -> list[Dropped]:

@@ -238,7 +238,7 @@ _MEANINGS = (
     ("SQLITE_NOTADB", "it is not a ledger: not even an SQLite file.", 'gg.Ledger("run.ledger")   # another path'),
     ("SQLITE_CORRUPT", "the file is damaged.", _RECOVER),
     ("SQLITE_TOOBIG", "it holds a longer value than any ledger writes: it is damaged.", _RECOVER),
-    ("SQLITE_FULL", "there is no room left for it.", "make room on the disk, or choose a path on another one"),
+    ("SQLITE_FULL", "the disk is full.", "free some space on the disk, or choose a path on another one"),
     ("SQLITE_READONLY", *_READ_ONLY),
     ("SQLITE_CANTOPEN", *_CANNOT_OPEN),
     ("SQLITE_BUSY", "another process holds it for longer than this one waits.", "try again, or give each rank a file"),

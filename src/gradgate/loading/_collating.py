@@ -96,7 +96,7 @@ class _Samples:
         if self._count_writes() != self._writes:
             raise error from ArgumentValueError(
                 "resilient(): the collation wrote into the tensors of its samples, so it cannot be tried with fewer.",
-                why="what is written once cannot be told from what was loaded; no sample was left out.",
+                why="what is written once cannot be distinguished from what was loaded; no sample was left out.",
                 fix="x = x + 1   # in `collate_fn`, instead of x += 1",
             )
 

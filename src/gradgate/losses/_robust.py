@@ -346,7 +346,7 @@ def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *,
     """Say how much a robust loss lets each residual count: its slope divided by the slope of r^2 / 2.
 
     Args:
-        loss: One of the robust losses of this room, or any with the same arguments.
+        loss: One of the robust losses of this package, or any with the same arguments.
         residual: The differences.
         scale: The scale of the loss.
 

@@ -330,7 +330,7 @@ def dtype_holding(values: Tensor, number: complex, name: str, function: str) -> 
     promoted = (torch.empty(0, dtype=dtype) * number).dtype  # torch.result_type cannot be traced
     if promoted.is_floating_point or promoted.is_complex or isinstance(number, bool):
         return promoted
-    # Integers: torch would wrap -1 to 255 in silence.
+    # Integers: torch would wrap -1 to 255 silently.
     info = torch.iinfo(promoted)
     if not info.min <= number.real <= info.max:
         raise _does_not_hold(promoted, info, number, name, function, "int64")

@@ -368,7 +368,7 @@ def _levels(q: float | Sequence[float] | Tensor, slices: Slices) -> tuple[bool, 
         if q.dim() > 1:
             raise ArgumentValueError(
                 f"{slices.function}(): `q` is {describe(q)}.",
-                why="quantiles become the first dimension of the result, so there is room for one dimension of them.",
+                why="quantiles become the first dimension of the result, so they have at most one dimension.",
                 fix="q=q.flatten()",
             )
         levels = q.to(slices.x.device, torch.float64).reshape(-1)

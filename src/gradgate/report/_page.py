@@ -131,16 +131,16 @@ def pack(ledger: Book | None, diagnosis: Mapping[str, Any] | None, *, name: str 
     return zlib.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), 6)
 
 
-def _is_diagnosis(told: Mapping[str, Any]) -> bool:
-    findings = told.get("findings")
+def _is_diagnosis(data: Mapping[str, Any]) -> bool:
+    findings = data.get("findings")
     return isinstance(findings, list) and all(isinstance(one, dict) and one.keys() >= _NAMED for one in findings)
 
 
 def _whole(diagnosis: Mapping[str, Any]) -> dict[str, Any]:
     """Give a diagnosis as plain values, with everything that a page asks of its findings."""
     findings = [{**Finding(**{name: one[name] for name in _NAMED}).to_dict(), **one} for one in diagnosis["findings"]]
-    told: dict[str, Any] = plain({**diagnosis, "findings": findings})
-    return told
+    data: dict[str, Any] = plain({**diagnosis, "findings": findings})
+    return data
 
 
 def assemble(data: str, *, title: str, live: bool = False) -> str:

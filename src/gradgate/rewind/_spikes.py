@@ -179,7 +179,7 @@ class Trials:
         return Culprits(steps, together, {n: bad for n, bad in guilty.items() if bad is not None}, trials=self.count)
 
     def _rows(self, step: Step, many: int) -> tuple[int, ...] | None:
-        """Give the rows of a batch that make the spike alone; None where they cannot be told apart."""
+        """Give the rows of a batch that make the spike alone; None where they cannot be separated."""
         batch, reader = step[0], BatchReader()
         try:
             size = reader.count(batch)

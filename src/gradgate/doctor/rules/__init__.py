@@ -176,7 +176,7 @@ def _folded(kept: list[Finding], cause: Finding, effects: list[Finding]) -> list
         return kept
     lines = [f"{effect.code}: {effect.title}{f' ({effect.where})' if effect.where else ''}" for effect in effects]
     severity = min((f.severity for f in (cause, *effects)), key=SEVERITIES.index)
-    # The same line in two modules, or in two steps, is told once.
-    told = dict.fromkeys((*cause.consequences, *(line for line in lines if cause.title not in line)))
-    folded = replace(cause, severity=severity, consequences=tuple(told))
+    # The same line in two modules, or in two steps, is reported once.
+    consequences = dict.fromkeys((*cause.consequences, *(line for line in lines if cause.title not in line)))
+    folded = replace(cause, severity=severity, consequences=tuple(consequences))
     return [folded if f is cause else f for f in kept if f is cause or f not in effects]
