@@ -383,7 +383,7 @@ class BatchReader:
         seen = [f"{path}: {size}" for path, size in _leaf_sizes(batch, self.layout, "batch")]
         raise ArgumentValueError(
             f"Guard.backward(): the parts of the batch do not agree on the number of samples ({listed(seen, 8)}).",
-            why="a part that is not per sample (class weights, a flat list of tokens) cannot be distinguished from one that is.",
+            why="a part that is not per sample (class weights, a flat list of tokens) looks like one that is.",
             fix="guard.backward(batch, loss_fn, ids=...)   # for a list with one tensor for each sample\n"
             'Guard(model, shared=("class_weights",))   # keys of parts that are not per sample\n'
             f"{SELECT_FIX}",
