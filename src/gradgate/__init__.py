@@ -136,6 +136,11 @@ _PACKAGES = (
 __all__ = ["__version__", *_PACKAGE_OF, *_PACKAGES]  # noqa: PLE0604 - all of them are text
 
 
+def load_ipython_extension(ipython: Any) -> None:
+    """Load what `%load_ext gradgate` brings: `%%doctor`, and incidents as tables."""
+    import_module("gradgate.integrations.ipython").load(ipython)
+
+
 def __getattr__(name: str) -> Any:
     if name in _PACKAGE_OF:
         value = getattr(import_module(f"gradgate.{_PACKAGE_OF[name]}"), name)

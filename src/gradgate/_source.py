@@ -61,7 +61,10 @@ def owner_of(file: str) -> Owner:
 
 
 def shown_path(file: str) -> str:
-    """Return a path as messages show it: relative if it lies below the working directory."""
+    """Return a path as messages show it: relative if it lies below the working directory; the number of a cell."""
+    notebook = sys.modules.get("IPython")
+    if notebook is not None and (shell := notebook.get_ipython()) and (cell := shell.compile.format_code_name(file)):
+        return " ".join(cell)
     return file.removeprefix(f"{os.getcwd()}{os.sep}")
 
 

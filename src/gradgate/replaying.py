@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from gradgate._html import html_table
 from gradgate._names import describe, listed, suggest_names
 from gradgate._payload import Fields, decode, missing_in
 from gradgate._source import raising_line
@@ -297,6 +298,10 @@ class Replay:
             "snapshot": self.snapshot,
             "snapshot_stored": self.snapshot_stored,
         }
+
+    def _repr_html_(self) -> str:
+        story, *lines = str(self).splitlines()
+        return html_table(story, (), [[line.strip()] for line in lines], tones=["", "bad" if self.fails else "good"])
 
     def __str__(self) -> str:
         then = self.incident

@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = sorted((ROOT / "src" / "gradgate" / "integrations").glob("[!_]*.py"))
 FRAMEWORKS = {
+    "IPython",
     "accelerate",
     "lightning",
     "mlflow",

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from gradgate._html import html_table
 from gradgate._text import json_text, text_of, visible
 from gradgate.doctor._case import SEVERITIES
 from gradgate.doctor._graph import Graph, Layer
@@ -163,6 +164,21 @@ class Diagnosis:
     def __repr__(self) -> str:
         codes = ", ".join(finding.code for finding in self.findings)
         return f"Diagnosis({'healthy' if self.healthy else codes})"
+
+    def _repr_html_(self) -> str:
+        count = len(self.findings)
+        title = "healthy: no problems found" if self.healthy else f"{count} finding{'' if count == 1 else 's'}"
+        rows = [
+            (
+                f"{finding.code} {finding.title}",
+                "\n".join(filter(None, (finding.where, finding.source, finding.module and f"in {finding.module}"))),
+                "\n".join((finding.reason, *(f"therefore {line}" for line in finding.consequences))).strip(),
+                finding.fix,
+            )
+            for finding in self.findings
+        ]
+        tones = [{"error": "bad", "warning": "warn", "info": "info"}[finding.severity] for finding in self.findings]
+        return html_table(title, ("finding", "where", "why", "fix") if rows else (), rows, tones=tones)
 
     def _lines(self) -> Iterator[str]:
         for text, _ in lines_of(self.findings, self.healthy):

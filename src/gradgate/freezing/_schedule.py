@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
+from gradgate._html import html_table
 from gradgate._names import describe, listed
 from gradgate._torch_private import OPTIMIZER_HOOKS
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
@@ -95,6 +96,11 @@ class FreezeSchedule:
         more += "".join(f"; what thawed at {at} with lr <= {rate:.3g}" for at, rate in self._rates().items())
         total = len(named_parameters(self._model))
         return f"FreezeSchedule({self._by} {self.at}: {learning} of {total} parameters learn{more})"
+
+    def _repr_html_(self) -> str:
+        rows = [(f"{self._by} {at}", "\n".join(names)) for at, names in self._learns.items()]
+        tones = ["good" if at <= self.at else "" for at in self._learns]
+        return html_table(repr(self), ("from", "these learn too"), rows, tones=tones)
 
     def _rates(self) -> dict[int, float]:
         """Give the learning rate of what thawed at each number, as far as it has one of its own."""

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from gradgate._html import html_table
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError
 from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
@@ -23,6 +24,8 @@ from gradgate.freezing._layers import (
     ties_of,
 )
 from gradgate.freezing._train_rows import rows_of
+
+_COLUMNS = ("parameter", "shape", "state", "learns", "why")
 
 
 @dataclass(frozen=True)
@@ -53,23 +56,39 @@ class TrainableTable(dict[str, dict[str, Any]]):
 
     totals: Totals
 
-    def __rich__(self) -> Table:
-        table = Table("parameter", "shape", "state", "learns", "why")
-        for name, entry in self.items():
-            style = {"learns": "green", "frozen": "blue"}.get(entry["state"], "yellow")
-            learns = f"{entry['learning']:,} of {entry['elements']:,}"
-            table.add_row(
-                name, "x".join(map(str, entry["shape"])) or "scalar", entry["state"], learns, entry["why"], style=style
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                name,
+                "x".join(map(str, entry["shape"])) or "scalar",
+                entry["state"],
+                f"{entry['learning']:,} of {entry['elements']:,}",
+                entry["why"],
             )
+            for name, entry in self.items()
+        ]
+
+    def _caption(self) -> str:
         totals = self.totals
         share = f" ({totals.learning / totals.elements:.2%})" if totals.elements else ""
-        table.caption = f"{totals.learning:,} of {totals.elements:,} elements learn{share}"
+        caption = f"{totals.learning:,} of {totals.elements:,} elements learn{share}"
         if totals.statistics_held or totals.statistics_running:
-            table.caption += (
+            caption += (
                 f"; running statistics of {len(totals.statistics_held)} modules stand still, "
                 f"of {len(totals.statistics_running)} run"
             )
+        return caption
+
+    def __rich__(self) -> Table:
+        table = Table(*_COLUMNS, caption=self._caption())
+        for row in self._rows():
+            table.add_row(*row, style={"learns": "green", "frozen": "blue"}.get(row[2], "yellow"))
         return table
+
+    def _repr_html_(self) -> str:
+        rows = self._rows()
+        tones = [{"learns": "good", "frozen": "info"}.get(row[2], "warn") for row in rows]
+        return html_table(self._caption(), _COLUMNS, rows, tones=tones)
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from gradgate._html import html_table, incident_html
 from gradgate._payload import LIMIT, encode
 from gradgate._text import visible
 from gradgate._torch_private import as_written
@@ -143,6 +144,12 @@ class GuardResult:
         kept = f"kept={len(self._kept)} rows, dropped={len(self.dropped)}"
         return f"GuardResult(loss={self.loss.item():g}, {kept}, exact={self.exact})"
 
+    def _repr_html_(self) -> str:
+        kept, dropped = len(self._kept), len(self.dropped)
+        exact = "exact" if self.exact else f"not exact: {self.reason}"
+        title = f"loss {self.loss.item():g}; {kept} of {kept + dropped} samples kept; {exact}"
+        return incident_html(title, self.dropped) if dropped else html_table(title)
+
 
 def _backward(*args: object, **kwargs: object) -> NoReturn:
     raise GradgateError(
@@ -187,16 +194,23 @@ class Summary:
     causes: dict[str, int]
 
     def __str__(self) -> str:
+        line, rows = self._line(), self._rows()
+        return f"{line}\n{text_table(('cause', 'dropped'), rows)}" if rows else line
+
+    def _repr_html_(self) -> str:
+        rows = self._rows()
+        return html_table(self._line(), ("cause", "dropped") if rows else (), rows, tones=["bad"] * len(rows))
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(cause, str(count)) for cause, count in sorted(self.causes.items(), key=lambda item: -item[1])]
+
+    def _line(self) -> str:
         share = 100 * self.dropped / max(self.samples, 1)
-        line = (
+        return (
             f"{_many(self.steps, 'step')} with {_many(self.samples, 'sample')}: "
             f"{_many(self.dropped, 'sample')} dropped in {_many(self.bad_steps, 'step')} ({share:.3g} %), "
             f"{_many(self.transient, 'transient fault')}"
         )
-        if not self.causes:
-            return line
-        rows = [(cause, str(count)) for cause, count in sorted(self.causes.items(), key=lambda item: -item[1])]
-        return f"{line}\n{text_table(('cause', 'dropped'), rows)}"
 
 
 def _many(count: int, noun: str) -> str:

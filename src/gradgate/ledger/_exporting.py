@@ -1,4 +1,4 @@
-"""The incidents in other formats: csv, JSON lines, and parquet where pyarrow is there."""
+"""The incidents in other formats: csv, JSON lines, parquet, and data frames of pandas and polars."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from gradgate.errors import ArgumentValueError, LedgerError
 from gradgate.records import Incident
 
 _NAMES = tuple(Incident.__dataclass_fields__)
+_INTEGERS = ("step", "epoch", "rank", "world_size", "row")
+_REALS = ("loss", "grad_norm")
+_LAST_YEAR = 253_402_300_800  # The calendar of Python ends with the year 9999.
 
 
 def export_incidents(incidents: Iterable[Incident], target: Path | IO[bytes], format: str | None = None) -> int:
@@ -81,17 +84,9 @@ def _json_lines(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
 
 
 def _parquet(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
-    try:
-        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise LedgerError(
-            "parquet needs pyarrow, which is not installed.",
-            why="it is an extra, because csv and jsonl need nothing.",
-            fix="pip install 'gradgate[parquet]'",
-        ) from error
+    arrow, parquet = _extra("parquet", "pyarrow"), _extra("parquet", "pyarrow.parquet")
     kinds = {**dict.fromkeys(_NAMES, arrow.string()), "transient": arrow.bool_()}
-    kinds |= dict.fromkeys(("step", "epoch", "rank", "world_size", "row"), arrow.int64())
-    kinds |= dict.fromkeys(("loss", "grad_norm", "time"), arrow.float64())
+    kinds |= dict.fromkeys(_INTEGERS, arrow.int64()) | dict.fromkeys((*_REALS, "time"), arrow.float64())
     schema = arrow.schema(list(kinds.items()))
     count = 0
     with parquet.ParquetWriter(stream, schema) as writer:
@@ -100,6 +95,49 @@ def _parquet(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
             writer.write_table(arrow.Table.from_pylist(rows, schema))
             count += len(rows)
     return count
+
+
+def pandas_frame(incidents: Iterable[Incident]) -> Any:
+    """Give incidents as a frame of pandas; a NaN is a value, and what is missing is NA."""
+    pandas, columns = _extra("pandas", "pandas"), _columns(incidents)
+    kinds = {**dict.fromkeys(_NAMES, "string"), "transient": "bool"} | dict.fromkeys(_INTEGERS, "Int64")
+    series = {name: pandas.array(columns[name], dtype=kinds[name]) for name in _NAMES if name not in (*_REALS, "time")}
+    numpy = import_module("numpy")
+    for name in _REALS:  # By hand: `pandas.array` takes NaN for a missing value.
+        missing = numpy.array([value is None for value in columns[name]], dtype=bool)
+        values = numpy.array([value or 0.0 for value in columns[name]], dtype=float)
+        series[name] = pandas.arrays.FloatingArray(values, missing)
+    series["time"] = pandas.DatetimeIndex(numpy.array(columns["time"], dtype="datetime64[us]")).tz_localize("UTC")
+    return pandas.DataFrame({name: series[name] for name in _NAMES})
+
+
+def polars_frame(incidents: Iterable[Incident]) -> Any:
+    """Give incidents as a frame of polars."""
+    polars, columns = _extra("polars", "polars"), _columns(incidents)
+    kinds = {**dict.fromkeys(_NAMES, polars.String), "transient": polars.Boolean}
+    kinds |= dict.fromkeys((*_INTEGERS, "time"), polars.Int64) | dict.fromkeys(_REALS, polars.Float64)
+    frame = polars.DataFrame(columns, schema=kinds)
+    return frame.with_columns(polars.col("time").cast(polars.Datetime("us", "UTC")))
+
+
+def _columns(incidents: Iterable[Incident]) -> dict[str, list[Any]]:
+    rows = [_values(incident) for incident in incidents]
+    columns = {name: [row[name] for row in rows] for name in _NAMES}
+    moments = (float(moment) for moment in columns["time"])
+    columns["time"] = [round(at * 1e6) if 0 <= at < _LAST_YEAR else None for at in moments]
+    return columns
+
+
+def _extra(extra: str, module: str) -> Any:
+    """Import what an extra brings."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise LedgerError(
+            f"{extra} needs {module.partition('.')[0]}, which is not installed.",
+            why="it is an extra, because csv and jsonl need nothing.",
+            fix=f"pip install 'gradgate[{extra}]'",
+        ) from error
 
 
 def _pages(incidents: Iterable[Incident], size: int) -> Iterator[list[Incident]]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import IO, Any, Literal, Unpack
 from weakref import finalize
 
+from gradgate._html import IncidentList, incident_html
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.ledger._exporting import export_incidents
+from gradgate.ledger._exporting import export_incidents, pandas_frame, polars_frame
 from gradgate.ledger._file import LedgerFile
 from gradgate.ledger._rows import name_text
 from gradgate.ledger._runs import (
@@ -248,7 +249,7 @@ class Ledger:
         with self._file.reading() as connection:
             found = list(select_incidents(connection, filters, limit=limit, newest_first=newest_first))
         waiting = [incident for incident in self._writer.waiting if matches(incident, filters)]
-        return (waiting[::-1] + found if newest_first else found + waiting)[:limit]
+        return IncidentList((waiting[::-1] + found if newest_first else found + waiting)[:limit])
 
     def incident(self, incident_id: str) -> Incident:
         """Give one incident.
@@ -388,6 +389,39 @@ class Ledger:
         with self._file.reading() as connection:
             return export_incidents(select_incidents(connection, filters), target, format)
 
+    def to_pandas(self, **filters: Unpack[Filters]) -> Any:
+        """Give the incidents as a data frame of pandas, one row each, in the order of time.
+
+        The columns are the attributes of `Incident`: texts, `Int64`, `Float64` (NaN is a value, NA is missing), and
+        `time` in UTC. `details` is JSON.
+
+        Args:
+            **filters: Which incidents, as in `incidents`.
+
+        Returns:
+            The data frame.
+
+        Raises:
+            LedgerError: The file cannot be read, or pandas is missing (`pip install 'gradgate[pandas]'`).
+        """
+        return pandas_frame(self.incidents(**filters))
+
+    def to_polars(self, **filters: Unpack[Filters]) -> Any:
+        """Give the incidents as a data frame of polars, one row each, in the order of time.
+
+        The columns are the attributes of `Incident`; `time` is in UTC, `details` is JSON.
+
+        Args:
+            **filters: Which incidents, as in `incidents`.
+
+        Returns:
+            The data frame.
+
+        Raises:
+            LedgerError: The file cannot be read, or polars is missing (`pip install 'gradgate[polars]'`).
+        """
+        return polars_frame(self.incidents(**filters))
+
     def sql(
         self, question: str, values: Sequence[Any] = (), *, limit: int | None = None, seconds: float = 60
     ) -> Answer:
@@ -429,6 +463,11 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"Ledger({str(self.path)!r}, run={self.run!r})"
+
+    def _repr_html_(self) -> str:
+        counted = self.stats()
+        title = f"{self.path}: {counted.incidents:,} incidents, {len(self.bad_ids()):,} samples are bad"
+        return incident_html(title, self.incidents(limit=10, newest_first=True), counted.incidents)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
