@@ -5,40 +5,50 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# Not quiet: an installation that says nothing for minutes looks like one that hangs. uv is faster, where it is there.
+INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/pip --disable-pip-version-check install)
 
-.PHONY: help demo test quick check compat bench bench-quick docs page browser clean
+.PHONY: help hello demo test quick check compat bench bench-quick docs page browser clean
 
 help:                     ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
 
-# torch comes first and exactly: any looser wording pulls a build with gigabytes of CUDA.
-$(VENV)/.torch:
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install "torch==$(TORCH)"
+
+# torch comes first and exactly: any looser wording pulls a build with gigabytes of CUDA.
+$(VENV)/.torch: | $(BIN)/python
+	$(INSTALL) "torch==$(TORCH)"
 	@touch $@
 
 # Installing compiles the native kernels; hatch_build.py in place is what a change of the C files needs.
 KERNELS := hatch_build.py $(wildcard src/gradgate/_native/*.[ch])
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml $(KERNELS)
-	$(PIP) install --editable ".[demo]"
+	$(INSTALL) --editable ".[demo]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo pyproject.toml
-	$(PIP) install --editable ".[dev]"
+	$(INSTALL) --editable ".[dev]"
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.dev
-	$(PIP) install --editable ".[docs]"
+# The site is built from the sources alone: neither torch nor the package is installed for it.
+DOCS = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(INSTALL) $$($(BIN)/python -c '$(DOCS)')
 	@touch $@
 
 # torch is named again, so that no framework brings another one.
 $(VENV)/.frameworks: $(VENV)/.dev
-	$(PIP) install "torch==$(TORCH)" --editable ".[frameworks]"
+	$(INSTALL) "torch==$(TORCH)" --editable ".[frameworks]"
 	@touch $@
 
-demo: $(VENV)/.demo       ## why this library exists, on real data, in under two minutes
+hello:
+	@echo "Handwritten digits, some of them broken: one network trained in four ways, side by side. Under two minutes."
+	@test -e $(VENV)/.demo || echo "Before that, once: $(VENV) is made and torch is installed. That takes as long as its download."
+
+demo: hello $(VENV)/.demo ## why this library exists, on real data, in under two minutes
 	$(BIN)/gradgate demo
 
 check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter

@@ -8,9 +8,11 @@ never reaches the terminal. Nothing here needs more than the standard library.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 _LARGEST = 2**63 - 1
@@ -114,6 +116,13 @@ def json_text(value: Any, *, indent: int | None = None, depth: int = 100) -> str
 def _escape(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+
+
+def log_line(text: str) -> None:
+    """Log a warning of one line; bars of tqdm are cleared for it and drawn again (rich does so by itself)."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    with nullcontext() if bars is None else bars.external_write_mode():
+        logging.getLogger("gradgate").warning("%s", visible(text))
 
 
 def user_level() -> int:

@@ -1,4 +1,4 @@
-"""`gradgate replay`: one recorded sample again."""
+"""`gradgate replay`: one recorded sample again, or all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from gradgate._text import text_of
-from gradgate.cli._output import json_option, say, show_json
+from gradgate.cli._output import json_option, say, show_json, show_table
 from gradgate.errors import GradgateError
 
 _EXIT = {"passes": 0, "same": 3, "another": 4}
@@ -21,7 +21,8 @@ _EXIT = {"passes": 0, "same": 3, "another": 4}
 
 @click.command()
 @click.argument("path", metavar="LEDGER", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("incident_id")
+@click.argument("incident_id", required=False)
+@click.option("--all", "every", is_flag=True, help="Every incident whose sample was stored, as a table.")
 @click.option("--entry", required=True, metavar="MODULE:FUNCTION", help="The loss function: loss_fn(batch) -> loss.")
 @click.option("--model", metavar="MODULE:NAME", help="The model, to have the weights of that step if they were stored.")
 @click.option("--batch-dim", default=0, show_default=True, help="Which dimension counts the samples.")
@@ -32,7 +33,8 @@ _EXIT = {"passes": 0, "same": 3, "another": 4}
 def replay(
     ctx: click.Context,
     path: Path,
-    incident_id: str,
+    incident_id: str | None,
+    every: bool,
     entry: str,
     model: str | None,
     batch_dim: int,
@@ -42,10 +44,15 @@ def replay(
 ) -> None:
     """Run one recorded sample again, forward and backward.
 
-    Ends with 0 if it no longer fails, 3 if the same fault came again, 4 if another one did.
+    Ends with 0 if it no longer fails, 3 if the same fault came again, 4 if another one did; with --all, the highest of
+    these.
 
     Example: gradgate replay run.ledger 5e65948f --entry train:loss_fn --doctor
     """
+    if every == (incident_id is not None):
+        raise click.UsageError("Give the id of an incident, or --all.")
+    if every and (as_test is not None or doctor):
+        raise click.UsageError("--as-test and --doctor go with one incident.")
     from gradgate import replaying  # Here, because it loads torch, and `--help` does not need it.
 
     sys.path.insert(0, os.getcwd())
@@ -53,6 +60,8 @@ def replay(
     network = None if model is None else _load(model, "--model")
     if not callable(loss_fn):
         raise click.BadParameter(f"{entry} is not a function.", param_hint="--entry")
+    if incident_id is None:
+        ctx.exit(_replay_all(path, loss_fn, network, batch_dim, as_json))
     result = replaying.replay(path, incident_id, loss_fn, model=network, batch_dim=batch_dim)
     diagnosis = None
     if doctor:
@@ -70,6 +79,32 @@ def replay(
         for file in written:
             say(f"written: {file}")
     ctx.exit(_EXIT[result.verdict])
+
+
+def _replay_all(path: Path, loss_fn: Any, network: Any, batch_dim: int, as_json: bool) -> int:
+    """Run every stored sample again; the worst exit code."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from gradgate.ledger import Ledger
+    from gradgate.replaying import replay
+
+    with Ledger(path, read_only=True) as ledger:
+        stored = [row[0] for row in ledger.sql("SELECT id FROM incidents WHERE has_payload ORDER BY time").rows]
+        terminal = Console(stderr=True)
+        shown = track(stored, "samples", console=terminal, disable=not terminal.is_terminal, transient=True)
+        results = [replay(ledger, one, loss_fn, model=network, batch_dim=batch_dim) for one in shown]
+    if as_json:
+        show_json([result.to_dict() for result in results])
+    else:
+        columns = ("id", "sample", "stage", "then", "now", "verdict")
+        show_table(columns, [_row(result) for result in results])
+    return max((_EXIT[result.verdict] for result in results), default=0)
+
+
+def _row(result: Any) -> tuple[object, ...]:
+    then = result.incident
+    return then.id[:8], then.sample_id, then.stage, then.message or then.cause, result.fault, result.verdict
 
 
 def _model(entry: str) -> str:

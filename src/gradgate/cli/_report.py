@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from gradgate.cli._output import json_option, say, show_json
+from gradgate.cli._output import json_option, say, show_json, status
 from gradgate.ledger import Ledger
 from gradgate.report import LiveView, render_page, write_page
 
@@ -47,9 +47,11 @@ def report(path: Path, diagnosis: Path | None, output: Path, serve: bool, port: 
     elif str(output) == "-":
         sys.stdout.buffer.write(render_page(ledger, saved).encode())
     else:
-        size = _write(lambda: write_page(output, ledger, saved), output)
+        incidents = ledger.stats().incidents
+        with status(f"writing a page about {incidents:,} incidents"):
+            size = _write(lambda: write_page(output, ledger, saved), output)
         if as_json:
-            show_json({"file": str(output), "bytes": size, "incidents": ledger.stats().incidents})
+            show_json({"file": str(output), "bytes": size, "incidents": incidents})
         else:
             say(f"{output} written: {size / 1000:,.0f} kB")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -12,7 +11,7 @@ import torch
 
 from gradgate._html import html_table, incident_html
 from gradgate._payload import LIMIT, encode
-from gradgate._text import visible
+from gradgate._text import log_line
 from gradgate._torch_private import as_written
 from gradgate._trees import BatchReader
 from gradgate.errors import ArgumentValueError, GradgateError, TooManyBadSamples
@@ -301,9 +300,6 @@ class Tally:
 # --- Records --------------------------------------------------------------------------------------------------------
 
 
-LOG = logging.getLogger("gradgate")
-
-
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What those who keep incidents want besides."""
@@ -324,9 +320,8 @@ class Wishes:
 
 def log(incidents: Iterable[Incident]) -> None:
     """Write incidents to the log, one line each."""
-    if LOG.isEnabledFor(logging.WARNING):
-        for incident in incidents:
-            LOG.warning("%s", visible(incident_line(incident)))
+    for incident in incidents:
+        log_line(incident_line(incident))
 
 
 def hand_over(

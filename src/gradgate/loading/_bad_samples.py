@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,10 +14,8 @@ import torch.distributed
 from torch.utils.data import get_worker_info
 
 from gradgate._source import raising_line
-from gradgate._text import class_name, text_of
+from gradgate._text import class_name, log_line, text_of
 from gradgate.records import Incident, Sink
-
-LOG = logging.getLogger("gradgate")
 
 Catch = tuple[type[Exception], ...]
 
@@ -164,14 +161,9 @@ class LoadingLog:
             for marker, row in zip(bad, rows, strict=True)
         ]
         for incident in incidents:
-            LOG.warning(
-                "sample %s %s: %s: %s (%s)",
-                incident.sample_id,
-                "loaded at a retry" if incident.transient else "left out while loading",
-                incident.exception_type,
-                incident.message,
-                incident.where or incident.cause,
-            )
+            end = "loaded at a retry" if incident.transient else "left out while loading"
+            what = f"{incident.exception_type}: {incident.message} ({incident.where or incident.cause})"
+            log_line(f"sample {incident.sample_id} {end}: {what}")
         for marker in bad:
             if marker.exception is not None:
                 marker.exception.with_traceback(None)  # it holds the frames, and with them the samples of the batch

@@ -12,7 +12,6 @@ has a *doubt* if going back beyond it cannot be exact, because something happene
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import os
 import warnings
@@ -29,7 +28,7 @@ from gradgate._loader_link import ids_of
 from gradgate._names import describe, listed
 from gradgate._patches import to_the_end
 from gradgate._state import random_state, set_random_state
-from gradgate._text import user_level
+from gradgate._text import log_line, user_level
 from gradgate._torch_private import Replica, local_part, shard_group, shard_roots, write_count, write_counts
 from gradgate._trees import leaves_of
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning, TooManyRewinds
@@ -47,7 +46,6 @@ from gradgate.rewind._snapshots import (
 )
 from gradgate.rewind._spikes import Culprits, Level, Reading, Trials
 
-LOG = logging.getLogger("gradgate")
 LOOK = 32  # so many batches lie between two looks at the random states of Python and NumPy
 SAME_SNAPSHOT = 2  # more rewinds to one snapshot than this do not help
 
@@ -439,7 +437,7 @@ class Rewind:
         """Write the rewind to the log; raise where it is one too many, warn at the second."""
         self.rewinds.append(rewound)
         line = f"{rewound.reason}; went back to step {rewound.to_step} without steps {listed(rewound.skipped)}"
-        LOG.warning("%s%s", line, f" (not exact: {doubts[0]})" if doubts else "")
+        log_line(line + (f" (not exact: {doubts[0]})" if doubts else ""))
         if len(self.rewinds) > self.max_rewinds or snapshot.rewinds > SAME_SNAPSHOT:
             again = snapshot.rewinds > SAME_SNAPSHOT
             raise TooManyRewinds(

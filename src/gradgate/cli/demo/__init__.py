@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradgate.cli._output import json_option, show_json
+from gradgate.cli._output import json_option, say, show_json
 
 if TYPE_CHECKING:
     from gradgate.cli.demo._trainings import Training
@@ -40,6 +40,8 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
 
     Example: gradgate demo --epochs 3 --bad-fraction 0.05
     """
+    if not as_json:  # At once: loading torch takes its time.
+        say(f"The same network {epochs} epochs on handwritten digits, in four ways. The table fills as they train.")
     import torch  # Here and below, because all of it loads torch, and `--help` does not need it.
 
     from gradgate.cli.demo._show import Screen, write_ending
