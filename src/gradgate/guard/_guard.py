@@ -29,6 +29,7 @@ from gradgate._torch_private import (
 from gradgate._trees import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, TooManyBadSamples
 from gradgate.guard._outsiders import Outsiders
+from gradgate.guard._parts import OutOfMemory, StepInParts
 from gradgate.guard._result import (
     GuardResult,
     IncidentRecorder,
@@ -88,6 +89,10 @@ class Guard:
         min_kept: With fewer good samples left, no step is made: gradients stay as they are and `result.kept` is empty.
             2 suits BatchNorm, which cannot work with one sample.
         run: The name of the run in incidents.
+        out_of_memory: What happens where a batch does not fit into memory: "raise"; "split" it into halves, and these
+            again, with the gradients added so that they are those of the mean over the batch; or "skip" it. The
+            incident has no sample, and `result.exact` tells whether samples meet in the model or the loss, so that
+            parts are not the whole. With several ranks only "raise".
 
     Raises:
         ArgumentTypeError: The model is no module, or one that ranks share in a way that is not supported; `catch` holds
@@ -123,6 +128,7 @@ class Guard:
         log: Log | None = None,
         min_kept: int = 1,
         run: str | None = None,
+        out_of_memory: OutOfMemory = "raise",
     ) -> None:
         self._arguments = dict(locals())
         del self._arguments["self"]
@@ -147,6 +153,7 @@ class Guard:
         self.patience = patience
         self.payload = payload
         self.min_kept = min_kept
+        self.out_of_memory = checked_out_of_memory(out_of_memory, isinstance(self._agreement, SingleProcess))
         self.epoch: int | None = None
         """The epoch that incidents are recorded with, those of a resilient loader too; set it at the start of each."""
         self.global_step = 0
@@ -164,6 +171,7 @@ class Guard:
         self._more = False
         self._others_have_more: bool | None = None
         self._window = (0, 1)
+        self._first_row: int | None = None  # of the part that is made, where a batch is made in parts
 
     def __repr__(self) -> str:
         names = [type(module).__name__ for module in self._modules]
@@ -209,6 +217,8 @@ class Guard:
             scaler = None
         if not isinstance(self._agreement, SingleProcess):
             return SharedStep(self, self._agreement, batch, ids).run(loss_fn, scaler, accumulate)
+        if self.out_of_memory != "raise" and self._first_row is None:
+            return StepInParts(self, batch, loss_fn, ids, scaler, accumulate).run()
         check_function(batch, loss_fn, "guard.backward(batch, loss_fn)")
         size, writes, guests = self._reader.read(batch, ids)
         trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler, accumulate)
@@ -231,6 +241,54 @@ class Guard:
         except BaseException:  # perhaps a second interrupt, in the clean-up after the first
             self._state.give_back()
             raise
+
+    def loop(
+        self,
+        loader: Iterable[Any],
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        scaler: Any = None,
+    ) -> Iterator[GuardResult]:
+        """Train for one epoch: zero_grad, backward and step for each batch; the scheduler follows the optimizer.
+
+        A step of which nothing is kept is not made, and the scheduler does not count it. `epoch` grows by 1 at the end.
+
+        Args:
+            loader: The batches; over ranks, those of `guard.batches(loader)`.
+            loss_fn: As for `backward`; for a total and its count, `finish` is called.
+            optimizer: Steps after each batch.
+            scheduler: Steps with the optimizer, if one is given.
+            scaler: A `torch.amp.GradScaler`, which steps the optimizer then.
+
+        Returns:
+            The result of each step, after the optimizer has made it: iterate over them.
+
+        Examples:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            >>> guard = gg.Guard(model)
+            >>> for result in guard.loop([torch.ones(4, 3)], lambda x: model(x).square().mean(), optimizer):
+            ...     print(result.stepped, guard.epoch)
+            True 0
+        """
+        self.epoch = self.epoch or 0
+        for batch in self.batches(loader):
+            optimizer.zero_grad()
+            result = self.backward(batch, loss_fn, scaler=scaler)
+            if self._tally.window is not None and not self._tally.has_means:
+                self.finish()
+            if result.stepped:
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                if scheduler is not None:
+                    scheduler.step()
+            yield result
+        self.epoch += 1
 
     def finish(self) -> torch.Tensor:
         """Divide the gradients by the count of all that was kept since the last call; then the optimizer may step.
@@ -510,16 +568,20 @@ class Guard:
         return recovered, incidents
 
     def _recorder(self, failed: Outcome, batch: Any, size: int, ids: Ids | None) -> IncidentRecorder:
-        common = {
+        names = self._ids_of(batch, size, ids)
+        return IncidentRecorder(
+            self._modules, self._reader, batch, size, names, failed.per_sample, self._common(), self._first_row or 0
+        )
+
+    def _common(self) -> dict[str, Any]:
+        """Give what the incidents of a step share."""
+        return {
             "run": self.run,
             "step": self.global_step,
             "epoch": self.epoch,
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
         }
-        return IncidentRecorder(
-            self._modules, self._reader, batch, size, self._ids_of(batch, size, ids), failed.per_sample, common
-        )
 
     def _ids_of(self, batch: Any, size: int, ids: Ids | None) -> Ids | None:
         """Find the ids of a batch that has bad samples: those given, those in the batch, or those of its loader."""
@@ -567,7 +629,7 @@ class Guard:
 
     def _refuse_nesting(self) -> None:
         """Raise where a step of this guard is running, in this thread or another; one that was interrupted is not."""
-        if self._state.open and _calls_of(self) > 1:
+        if self._state.open and _calls_of(self) > (1 if self._first_row is None else 2):
             raise GradgateError(
                 "Guard: a guard was used inside one of its own steps, or by two threads at once.",
                 why="the gradients and buffers that it put aside for the first step would be lost.",
@@ -651,6 +713,24 @@ def check_numbers(*, max_bad: float, patience: int, min_kept: int) -> None:
             raise ArgumentValueError(
                 f"Guard(): `{name}` is {value}.", why=f"it is {range_}.", fix=f"Guard(model, {fix})"
             )
+
+
+def checked_out_of_memory(given: Any, one_process: bool) -> OutOfMemory:
+    """Give what happens where memory is short."""
+    choices: tuple[OutOfMemory, ...] = ("raise", "split", "skip")
+    if given not in choices:
+        raise ArgumentValueError(
+            f"Guard(): `out_of_memory` is {describe(given)}.",
+            why=f"it is one of {', '.join(map(repr, choices))}.",
+            fix='Guard(model, out_of_memory="split")',
+        )
+    if given != "raise" and not one_process:
+        raise ArgumentValueError(
+            f"Guard(): `out_of_memory` is {given!r}, and several ranks share the model.",
+            why="the others would wait in collectives that this rank makes again, or not at all.",
+            fix='Guard(model, out_of_memory="raise")   # and smaller batches',
+        )
+    return choices[choices.index(given)]
 
 
 def check_layout(batch_dim: Any, shared: Any) -> None:

@@ -99,8 +99,10 @@ class GuardResult:
         losses: One loss for each kept sample, detached, if the loss function gave them.
         kept: The rows that took part; index with it: `batch[result.kept]`.
         dropped: One incident for each row that did not.
+        stepped: Whether the optimizer, and a scheduler with it, should step: a sample was kept, on any rank.
         exact: Whether gradients, buffers, random state and loss are bit-identical to those of the same call on the
-            batch without the dropped samples.
+            batch without the dropped samples. Where a batch was split for lack of memory: equal to those of the whole
+            batch up to the rounding of sums.
         reason: Why they may not be; empty where they are.
         transient: What went wrong once and did not come again; nothing was dropped for it.
     """
@@ -138,6 +140,11 @@ class GuardResult:
         if not isinstance(self._kept, list):
             self._kept = list(self._kept)
         return self._kept
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the optimizer, and a scheduler with it, should step: a sample was kept, on any rank."""
+        return len(self._kept) > 0 or not self._loss.isnan().item()
 
     def __repr__(self) -> str:
         kept = f"kept={len(self._kept)} rows, dropped={len(self.dropped)}"
@@ -352,6 +359,7 @@ class IncidentRecorder:
     ids: Sequence[Any] | torch.Tensor | None
     losses: torch.Tensor | None
     common: dict[str, Any] = field(default_factory=dict)
+    first_row: int = 0  # of this part, where a batch is made in parts
     _paths: dict[torch.nn.Module, str] = field(default_factory=dict, init=False)
 
     def dropped(self, drops: Iterable[Dropped]) -> tuple[Incident, ...]:
@@ -378,7 +386,7 @@ class IncidentRecorder:
 
     def samples(self, incidents: Sequence[Incident], limit: int) -> dict[str, bytes] | None:
         """Give the samples themselves as bytes."""
-        rows = {incident.id: incident.row for incident in incidents if incident.row is not None}
+        rows = {one.id: one.row - self.first_row for one in incidents if one.row is not None}
         return {
             name: encode(self.reader.select(self.batch, [row], self.size), limit=limit) for name, row in rows.items()
         } or None
@@ -387,11 +395,11 @@ class IncidentRecorder:
         blame, fault = drop.blame, drop.blame.fault
         details: dict[str, Any] = {"batch": self.size, "tried": blame.method, "tests": drop.tests}
         if drop.together:
-            details |= {"together_with": list(drop.together), "fault": fault.cause}
+            details |= {"together_with": [self.first_row + row for row in drop.together], "fault": fault.cause}
         return Incident(
             **self.common,
             sample_id=self._sample_id(drop.row),
-            row=drop.row,
+            row=self.first_row + drop.row,
             stage=blame.stage,
             cause="together" if drop.together else fault.cause,
             exception_type=fault.exception_type,

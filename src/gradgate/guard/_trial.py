@@ -30,15 +30,11 @@ from gradgate.records import Stage
 
 Cause = Literal["exception", "non-finite loss", "non-finite gradient", "non-finite output"]
 
-FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+FATAL = (*NO_MEMORY, torch.AcceleratorError)
 # torch says these with a plain RuntimeError: the machine has no memory left, or the device is beyond repair.
-FATAL_TEXTS = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "device-side assert",
-)
+NO_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+FATAL_TEXTS = (*NO_MEMORY_TEXTS, "device-side assert")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -95,6 +91,13 @@ def must_pass(error: BaseException) -> bool:
     if not isinstance(error, Exception) or isinstance(error, FATAL):
         return True
     return isinstance(error, RuntimeError) and any(text in text_of(error) for text in FATAL_TEXTS)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that there is no memory left."""
+    if isinstance(error, NO_MEMORY):
+        return True
+    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in NO_MEMORY_TEXTS)
 
 
 # --- What to say about them -----------------------------------------------------------------------------------------
