@@ -27,6 +27,13 @@ nothing = jnp.zeros(3, bool)
 assert (jax.nn.softmax(jnp.zeros(3), where=nothing) == 0).all()
 assert (jax.grad(lambda s: jax.nn.softmax(s, where=nothing)[0])(jnp.zeros(3)) == 0).all()
 assert jnp.isnan(jax.grad(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0).sum())(jnp.array([4.0, 0.0]))[1])
+for function in (jnp.cov, jnp.histogram, jnp.cumsum, jnp.average):
+    assert "where" not in inspect.signature(function).parameters
+ones, values = jnp.ones((1, 3, 1, 4)), jnp.arange(12.0).reshape(1, 3, 1, 4)
+attend = jax.nn.dot_product_attention
+alone = attend(ones, ones, values, mask=jnp.array([[[[True] * 3, [False] * 3, [True] * 3]]]))[0, 1, 0]
+assert jnp.allclose(alone, values.mean(1)[0, 0]), "a query without keys is another value now"
+assert jnp.isnan(attend(ones, ones, values.at[0, 2].set(jnp.nan), mask=jnp.array([[[[True, True, False]] * 3]]))).any()
 edit = lambda v: jnp.zeros(3).at[jnp.array([1, 1])].set(v)
 values = jnp.array([5.0, 7.0])
 assert edit(values)[1] == 7 and jax.grad(lambda v: edit(v).sum())(values).tolist() == [0, 1]
@@ -51,6 +58,17 @@ def test_torch_has_some_reductions_without_nan():
     assert list(inspect.signature(torch.masked.median).parameters)
     assert not hasattr(torch.masked, "quantile")
     assert not hasattr(torch.masked, "mode")
+    assert all(hasattr(torch.masked, name) for name in ("cumsum", "cumprod"))
+    assert not any(hasattr(torch.masked, name) for name in ("cummax", "histogram", "cov", "avg_pool", "average"))
+
+
+def test_nan_in_the_padding_spreads_through_attention():
+    attend = torch.nn.functional.scaled_dot_product_attention
+    x, keep = torch.ones(1, 3, 4), torch.tensor([[True, True, False]] * 3)
+    bad = x.clone()
+    bad[0, 2] = NAN
+    assert attend(x, x, bad, keep).isnan().any()
+    assert (attend(x, x, x, torch.zeros(3, 3, dtype=torch.bool)) == 0).all()
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "amax"])

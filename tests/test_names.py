@@ -23,7 +23,7 @@ KEEP = X > 2
         (
             lambda: masked.mean(X, mask=KEEP),
             """masked.mean() has no argument 'mask'; did you mean keep=? True takes part
-Why: its arguments are x, dim, keepdim, dtype, keep, exclude, empty.""",
+Why: its arguments are x, dim, keepdim, dtype, weights, keep, exclude, empty.""",
         ),
         (lambda: masked.mean(X, axis=1), "masked.mean() has no argument 'axis'; did you mean dim=?"),
         (lambda: masked.amax(X, 1, keepdims=True), "masked.amax() has no argument 'keepdims'; did you mean keepdim=?"),
@@ -91,6 +91,7 @@ def test_signatures_names_and_copies_stay():
         "dim",
         "keepdim",
         "dtype",
+        "weights",
         "keep",
         "exclude",
         "empty",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from numbers import Real
+from operator import and_
 from typing import Any
 
 import torch
 
 from gradgate._names import describe
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
 
 
 def wrong_type(value: object, name: str, function: str, why: str, fix: str) -> ArgumentTypeError:
@@ -57,6 +59,23 @@ def check_keep(keep: torch.Tensor, x: torch.Tensor, *, name: str = "keep", funct
             fix=f"{name}={name} != 0",
         )
     return check_fits(keep, x, name=name, function=function)
+
+
+def agreed(keep: Any, args: tuple[Any, ...], x: torch.Tensor | None = None, *, function: str) -> torch.Tensor | None:
+    """Give one mask of `keep`: a mask, a function of the arguments, or a tuple of these, which all have to agree."""
+    if isinstance(keep, torch.Tensor) and x is None:
+        return keep
+    masks = []
+    for name, each in ((f"keep[{i}]", e) for i, e in enumerate(keep)) if isinstance(keep, tuple) else [("keep", keep)]:
+        if callable(each):
+            name, each = f"{name}(...)", each(*(a.detach() if isinstance(a, torch.Tensor) else a for a in args))
+        own = each if isinstance(each, torch.Tensor) else args[0]
+        try:
+            masks.append(check_keep(each, own if x is None else x, name=name, function=function))
+        except ArgumentError as error:
+            error.fix = error.fix if name == "keep" else ""  # that name cannot be assigned to
+            raise
+    return reduce(and_, masks) if masks else None
 
 
 def check_fits(tensor: torch.Tensor, x: torch.Tensor, *, name: str, function: str) -> torch.Tensor:

@@ -48,6 +48,10 @@ class Law:
     def public(self) -> str:
         return self.name.split()[0]
 
+    @property
+    def cumulative(self) -> bool:
+        return self.public.startswith("cum")
+
     def oracle(self, x: torch.Tensor, keep: torch.Tensor, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
         """Give the result by a loop over slices."""
         if dim is None:
@@ -79,8 +83,10 @@ class Law:
         kept = row[mask]
         if self.public in ("argmax", "argmin"):
             return mask.nonzero()[self.of_kept(kept), 0] if len(kept) else torch.tensor(-1)
-        if self.public == "cumsum":
-            return torch.stack([kept[: mask[: i + 1].sum()].sum() for i in range(len(row))]) if len(row) else row
+        if self.cumulative:
+            nothing = torch.full_like(self.of_kept(row.new_ones(1))[0], self.empty)
+            numbers = mask.cumsum(0)
+            return torch.stack([self.of_kept(kept[:n])[-1] if n else nothing for n in numbers]) if len(row) else row
         if kept.numel() < self.least:
             # Nothing to learn from: a constant. What torch makes of so few is its value, not its gradient.
             value = self.empty if kept.numel() == 0 else math.nan
@@ -140,6 +146,17 @@ def _quantile_law(q, interpolation):
         lambda x, dim=None, **kw: masked.quantile(x, q, dim, interpolation=interpolation, **kw),
         lambda kept: torch.quantile(kept, q, interpolation=interpolation),
         plain=lambda x, dim: torch.quantile(x, q, dim, interpolation=interpolation),
+    )
+
+
+def _cumulative_law(name):
+    fn, plain = getattr(masked, name), getattr(torch, name)
+    return Law(
+        name,
+        lambda x, dim=None, **kw: fn(x, dim, **kw).values,
+        lambda kept: plain(kept, 0).values,
+        plain=_whole(lambda x, dim: plain(x, dim).values),
+        along=True,
     )
 
 
@@ -212,6 +229,18 @@ LAWS = [
         ints=True,
         complexes=True,
     ),
+    Law(
+        "cumprod",
+        masked.cumprod,
+        lambda kept: kept.cumprod(0),
+        empty=1,
+        plain=_whole(torch.cumprod),
+        along=True,
+        ints=True,
+        complexes=True,
+    ),
+    _cumulative_law("cummax"),
+    _cumulative_law("cummin"),
     Law("count", masked.count, lambda kept: torch.tensor(kept.numel()), empty=0, ints=True, smooth=False),
 ]
 BY_NAME = {law.name: law for law in LAWS}

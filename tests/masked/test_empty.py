@@ -17,7 +17,7 @@ X = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 KEEP = torch.tensor([[True, True], [False, False], [True, False]])
 
 RULES = {"sum": 0, "prod": 1, "count": 0, "norm": 0, "logsumexp": -INF, "softmax": 0, "log_softmax": -INF}
-RULES |= {"normalize": 0, "cumsum": 0}
+RULES |= {"normalize": 0, "cumsum": 0, "cumprod": 1}
 
 
 def reduce(name, x=X, **kw):
@@ -25,7 +25,7 @@ def reduce(name, x=X, **kw):
 
 
 NAMES = ["sum", "prod", "mean", "var", "std", "amin", "amax", "median", "quantile", "norm", "logsumexp"]
-NAMES += ["softmax", "log_softmax", "normalize", "cumsum", "count", "argmin", "argmax"]
+NAMES += ["softmax", "log_softmax", "normalize", "cumsum", "cumprod", "count", "argmin", "argmax"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("arg")])
@@ -49,6 +49,28 @@ def test_raise_names_the_slice(name):
         reduce(name, keep=KEEP, empty="raise")
     assert f"masked.{name}()" in str(caught.value)
     reduce(name, keep=torch.ones_like(KEEP), empty="raise")
+
+
+@pytest.mark.parametrize("name", ["cummax", "cummin"])
+def test_a_place_with_nothing_kept_up_to_it(name):
+    x, keep = torch.tensor([[5.0, 3.0, 4.0], [9.0, 9.0, 9.0]]), torch.tensor([[False, True, True], [False] * 3])
+    find = getattr(masked, name)
+    found = find(x, 1, keep=keep)
+    assert found.values[0, 0].isnan()
+    assert found.values[1].isnan().all()
+    assert found.indices.tolist() == [[-1, 1, 2 if name == "cummax" else 1], [-1, -1, -1]]
+    assert find(x.long(), 1, keep=keep, empty=0).values[:, 0].tolist() == [0, 0]
+    text = r"(?s)nothing is kept for 4 of 6 results; the first is result\[0, 0\].*an integer cannot be NaN"
+    with pytest.raises(NothingKeptError, match=text):
+        find(x.long(), 1, keep=keep)
+
+
+def test_a_kept_infinity_is_found_beside_the_left_out():
+    x = torch.tensor([7.0, -INF, 7.0], requires_grad=True)
+    found = masked.cummax(x, exclude=7)
+    assert found.indices.tolist() == [-1, 1, 1]
+    found.values[1:].sum().backward()
+    assert x.grad.tolist() == [0, 2, 0]
 
 
 @pytest.mark.parametrize("name", ["argmin", "argmax", "amin", "amax", "median"])

@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+import gradgate as gg
 from gradgate import masked
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
@@ -30,6 +31,49 @@ def test_keep_broadcasts_and_both_must_agree():
     x = torch.tensor([[1.0, 2.0], [3.0, 2.0]])
     mask = masked.valid(x, keep=torch.tensor([[True], [False]]), exclude=2)
     assert mask.tolist() == [[True, False], [False, False]]
+
+
+def test_several_masks_and_functions_of_x_must_agree():
+    x = torch.tensor([[1.0, NAN, 3.0], [4.0, 5.0, INF]], requires_grad=True)
+    row, below = torch.tensor([[True], [False]]), lambda x: x < 4
+    assert masked.valid(x, keep=torch.isfinite).tolist() == [[True, False, True], [True, True, False]]
+    assert masked.valid(x, keep=(torch.isfinite, row)).tolist() == [[True, False, True], [False] * 3]
+    assert masked.valid(x, keep=(below, row, x.detach() > 1), exclude=7).tolist() == [[False, False, True], [False] * 3]
+    assert masked.valid(x, keep=()).all()
+    masked.mean(x, keep=(torch.isfinite, below)).backward()
+    assert x.grad.tolist() == [[0.5, 0, 0.5], [0, 0, 0]]
+    assert masked.impute(x.detach(), keep=torch.isfinite, using=0.0).sum() == 13
+
+
+def test_several_masks_everywhere_keep_is_taken():
+    x = torch.tensor([4.0, -1.0, 9.0, NAN])
+    both = (torch.isfinite, lambda x: x > 0)
+    mask = torch.tensor([True, False, True, False])
+    for call in (
+        lambda keep: gg.apply_where(keep, x, torch.sqrt),
+        lambda keep: gg.apply_rows(keep, x, torch.sqrt),
+        lambda keep: gg.apply_rows(keep, [x], torch.sqrt),
+        lambda keep: masked.softmax(x, keep=keep),
+        lambda keep: masked.layer_norm(x, [4], keep=keep),
+        lambda keep: masked.batch_norm(x[:, None], None, None, training=True, keep=keep),
+        lambda keep: masked.mode(x, keep=keep).values,
+    ):
+        expected = call(mask) if call(both).dim() < 2 else call(mask[:, None])
+        assert torch.equal(call(both), expected)
+    compiled = torch.compile(lambda x: masked.sum(x, keep=both), fullgraph=True, backend="aot_eager")
+    assert compiled(x) == 13
+    assert torch.vmap(lambda x: masked.sum(x, keep=both))(torch.stack([x, -x])).tolist() == [13, 1]
+
+
+def test_what_is_no_mask_among_several_is_named():
+    x = torch.zeros(2, 3)
+    with pytest.raises(ArgumentValueError, match=r"`keep\[1\]` has shape \(2,\), which does not broadcast") as caught:
+        masked.sum(x, keep=(x == 0, torch.ones(2, dtype=torch.bool)))
+    assert "Fix" not in str(caught.value)
+    with pytest.raises(ArgumentTypeError, match=r"`keep\(...\)` is a float32 tensor of shape \(2, 3\)"):
+        masked.sum(x, keep=lambda x: x)
+    with pytest.raises(ArgumentTypeError, match=r"apply_where\(\): `keep\[0\]` is the bool True"):
+        gg.apply_where((True,), x, torch.sqrt)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)

@@ -3,6 +3,7 @@
 import torch
 
 from gradgate import masked
+from tests.masked import oracles
 from tests.masked.laws import BY_NAME
 from tests.masked.normalization import batch_norm_oracle, layer_norm_oracle
 from tests.truth import Row
@@ -27,6 +28,9 @@ NAMES = {
     "log_softmax": "log_softmax",
     "normalize": "normalize",
     "cumsum": "cumsum",
+    "cumprod": "cumprod",
+    "cummax": "cummax",
+    "cummin": "cummin",
 }
 
 
@@ -59,8 +63,75 @@ def _batch_norm_oracle(x, keep):
     return batch_norm_oracle(x, None, None, ones, zeros, keep, True)
 
 
+def _normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(11))
+
+
+EDGES = torch.tensor([-2.0, 0.0, 1.0, 3.0])
+QUERY, KEY, VALUE, PAIRS = _normal(2, 3, 4), _normal(2, 5, 4), _normal(2, 5, 2), _normal(2, 3, 5) > 0
+PAIRS[0, 1] = PAIRS[1, :, 2] = False
+SIGNAL, KERNEL, BIAS = _normal(2, 2, 6), _normal(2, 2, 3), _normal(2)
+PLACES = torch.tensor([True, True, False, False, False, True])
+NO_SIGNAL = (torch.zeros(0, 2, 6), PLACES)
+
+
+def _counted(weights, keep):
+    return masked.histogram(X.to(weights.dtype), EDGES.to(weights.dtype), weights=weights, keep=keep).hist
+
+
+def _counted_oracle(weights, keep):
+    return oracles.histogram(X, keep, EDGES, weights)
+
+
+def _conv(x, weight, bias, keep):
+    return masked.conv(x, weight, bias, padding=1, keep=keep)
+
+
+def _conv_oracle(x, weight, bias, keep):
+    return oracles.conv(x, weight, bias, keep, padding=1)
+
+
+MORE = [
+    Row("masked.histogram", _counted, (X + 5, KEEP), not_asked=("complex", "empty"), oracle=_counted_oracle),
+    Row("masked.cov", lambda x, keep: masked.cov(x, keep=keep), (X, KEEP), NONE, oracle=oracles.cov),
+    Row("masked.corrcoef", lambda x, keep: masked.corrcoef(x, keep=keep), (X, KEEP), NONE, oracle=oracles.corrcoef),
+    Row(
+        "masked.avg_pool",
+        lambda x, keep: masked.avg_pool(x, 2, keep=keep),
+        (SIGNAL, PLACES),
+        NO_SIGNAL,
+        not_asked=("complex",),
+        oracle=lambda x, keep: oracles.pool(x, keep, (2,), torch.mean),
+    ),
+    Row(
+        "masked.max_pool",
+        lambda x, keep: masked.max_pool(x, 2, keep=keep),
+        (SIGNAL, PLACES),
+        NO_SIGNAL,
+        not_asked=("complex",),
+        oracle=lambda x, keep: oracles.pool(x, keep, (2,), oracles.largest),
+    ),
+    Row(
+        "masked.conv",
+        _conv,
+        (SIGNAL, KERNEL, BIAS, PLACES),
+        (torch.zeros(0, 2, 6), KERNEL, BIAS, PLACES),
+        not_asked=("complex",),
+        oracle=_conv_oracle,
+    ),
+    Row(
+        "masked.attention",
+        lambda query, key, value, keep: masked.attention(query, key, value, keep=keep),
+        (QUERY, KEY, VALUE, PAIRS),
+        tuple(each[:0] for each in (QUERY, KEY, VALUE, PAIRS)),
+        not_asked=("complex",),
+        oracle=oracles.attention,
+    ),
+]
+
 ROWS = [
     *[_row(public, name) for public, name in NAMES.items()],
     Row("masked.batch_norm", _batch_norm, (X.double(), KEEP), NONE, not_asked=("complex",), oracle=_batch_norm_oracle),
     Row("masked.layer_norm", _layer_norm, (X, KEEP), NONE, not_asked=("complex",), oracle=_layer_norm_oracle),
+    *MORE,
 ]

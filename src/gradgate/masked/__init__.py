@@ -1,16 +1,17 @@
 """Values left out, in value and in gradient.
 
-Every function takes `keep=` (a boolean mask, True takes part) and `exclude=` (a value or values that do not). What is
-kept gives the value and the gradient that it would give if the rest had never been there; what is left out gets a
-gradient of exactly 0, also when it is NaN or infinite, and also when the gradient that arrives there is.
+Every function takes `keep=` (a boolean mask, True takes part; or several, or a function of x) and `exclude=` (a value
+or values that do not). What is kept gives the value and the gradient that it would give if the rest had never been
+there; what is left out gets a gradient of exactly 0, also when it is NaN or infinite, and also when the gradient that
+arrives there is.
 """
 
 from gradgate._names import suggest_names
 from gradgate.masked._apply import apply_rows, apply_where
 from gradgate.masked._impute import impute
 from gradgate.masked._normalization import batch_norm, layer_norm, log_softmax, logsumexp, softmax
-from gradgate.masked._order import amax, amin, argmax, argmin, median, mode, quantile
-from gradgate.masked._reductions import count, cumsum, mean, norm, normalize, prod, std, sum, var
+from gradgate.masked._order import amax, amin, argmax, argmin, cummax, cummin, median, mode, quantile
+from gradgate.masked._reductions import count, cumprod, cumsum, mean, norm, normalize, prod, std, sum, var
 from gradgate.masked._safe import (
     safe_acos,
     safe_asin,
@@ -22,6 +23,8 @@ from gradgate.masked._safe import (
     safe_sqrt,
 )
 from gradgate.masked._slices import valid
+from gradgate.masked._statistics import corrcoef, cov, histogram
+from gradgate.masked._windows import attention, avg_pool, conv, max_pool
 
 __all__ = [
     "valid",
@@ -44,6 +47,16 @@ __all__ = [
     "log_softmax",
     "normalize",
     "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "histogram",
+    "cov",
+    "corrcoef",
+    "avg_pool",
+    "max_pool",
+    "conv",
+    "attention",
     "batch_norm",
     "layer_norm",
     "impute",

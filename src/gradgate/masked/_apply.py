@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradgate._checks import check_keep, check_tensor
+from gradgate._checks import agreed, check_keep, check_tensor
 from gradgate._names import describe
 from gradgate._torch_private import has_data, inside_functorch, is_compiling, tree_flatten, tree_unflatten
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
@@ -18,7 +18,7 @@ Elementwise = Callable[..., Tensor]
 
 
 def apply_where(
-    keep: Tensor,
+    keep: Tensor | tuple[Any, ...] | Callable[..., Tensor],
     args: Tensor | Sequence[Tensor],
     fn: Elementwise,
     otherwise: Elementwise | None = None,
@@ -38,7 +38,7 @@ def apply_where(
     work element by element.
 
     Args:
-        keep: The boolean mask; True for `fn`.
+        keep: The boolean mask; True for `fn`. Or a function of the arguments, or several: see `masked.valid`.
         args: A tensor or several; they broadcast with each other and with `keep`.
         fn: Called as `fn(*args)` with the kept elements.
         otherwise: Called in the same way with the others. Without it they give `fill_value`.
@@ -79,10 +79,11 @@ def apply_where(
         )
     given: Any = args
     tensors = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else (given,)
-    keep, flat, shape = _flattened(keep, tensors)
-    countable = has_data(keep) or (is_compiling() and not inside_functorch())
+    mask: Any = agreed(keep, tensors, function="apply_where") if isinstance(keep, tuple) or callable(keep) else keep
+    mask, flat, shape = _flattened(mask, tensors)
+    countable = has_data(mask) or (is_compiling() and not inside_functorch())
     evaluate = _evaluate_own if countable else _evaluate_all
-    return evaluate(keep, flat, fn, otherwise, fill_value).reshape(shape)
+    return evaluate(mask, flat, fn, otherwise, fill_value).reshape(shape)
 
 
 def _flattened(keep: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], torch.Size]:
@@ -169,7 +170,13 @@ def _one_each(fn: Elementwise, own: list[Tensor], name: str) -> Tensor:
     return values
 
 
-def apply_rows(keep: Tensor, args: Any, fn: Callable[..., Any], *, fill_value: complex = 0) -> Any:
+def apply_rows(
+    keep: Tensor | tuple[Any, ...] | Callable[..., Tensor],
+    args: Any,
+    fn: Callable[..., Any],
+    *,
+    fill_value: complex = 0,
+) -> Any:
     """Compute `fn` for the kept rows (samples) only, and give its results for all rows.
 
     Equal, bit for bit, to fn on the batch without the other rows. With everything kept it is `fn(*args)` itself; with
@@ -180,7 +187,8 @@ def apply_rows(keep: Tensor, args: Any, fn: Callable[..., Any], *, fill_value: c
     refused.
 
     Args:
-        keep: A boolean tensor with one answer for each row.
+        keep: A boolean tensor with one answer for each row. Or a function that is called with the arguments, or
+            several: see `masked.valid`.
         args: One argument, or a plain tuple or list of several. Each is a tensor with as many rows, or a dict,
             namedtuple or other pytree of them; None stays None.
         fn: Called as `fn(*rows)`. Gives a tensor with one row for each of its rows, or a tuple, list, dict or any
@@ -220,21 +228,24 @@ def apply_rows(keep: Tensor, args: Any, fn: Callable[..., Any], *, fill_value: c
     single = isinstance(args, Tensor)  # as most are, and flattening a tree takes time
     if not single:
         rows, structure = tree_flatten(tuple(args) if type(args) in (tuple, list) else (args,))
-    if not _fit(keep, rows):
-        _check_rows(keep, rows)
+    mask: Any = keep
+    if isinstance(keep, tuple) or callable(keep):
+        mask = agreed(keep, tuple(args) if type(args) in (tuple, list) else (args,), function="apply_rows")
+    if not _fit(mask, rows):
+        _check_rows(mask, rows)
     try:
-        index = keep.nonzero().view(-1)
-        some = is_compiling() or bool(index.shape[0] < keep.shape[0])  # a compiled graph is for every number of rows
+        index = mask.nonzero().view(-1)
+        some = is_compiling() or bool(index.shape[0] < mask.shape[0])  # a compiled graph is for every number of rows
     except Exception:
-        _check_readable(keep)  # to ask beforehand would take as long as all other checks together
+        _check_readable(mask)  # to ask beforehand would take as long as all other checks together
         raise
     if some:
         rows = [None if row is None else row.index_select(0, index) for row in rows]
     result = fn(*(rows if single else tree_unflatten(rows, structure)))
     if isinstance(result, Tensor):
-        return _in_all_rows(result, keep, index, some, fill_value)
+        return _in_all_rows(result, mask, index, some, fill_value)
     leaves, structure = tree_flatten(result)
-    placed = [None if leaf is None else _in_all_rows(leaf, keep, index, some, fill_value) for leaf in leaves]
+    placed = [None if leaf is None else _in_all_rows(leaf, mask, index, some, fill_value) for leaf in leaves]
     return tree_unflatten(placed, structure)
 
 

@@ -1,4 +1,4 @@
-"""What depends on the order of what is kept: amax, amin, argmax, argmin, median, quantile, mode."""
+"""What depends on the order of what is kept: amax, amin, argmax, argmin, cummax, cummin, median, quantile, mode."""
 
 from __future__ import annotations
 
@@ -191,6 +191,91 @@ def _position(slices: Slices, find: Callable[..., Tensor], limit: Callable[[torc
     return slices.fill_empty(slices.reduced(index), number=slices.reduced(one.number()))
 
 
+class CumulativeResult(NamedTuple):
+    """The largest or smallest values up to each place, and where they are."""
+
+    values: Tensor
+    indices: Tensor
+
+
+def cummax(
+    x: Tensor, dim: Dim = None, *, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
+) -> CumulativeResult:
+    """Give the largest of the elements that are kept up to each place, and where it is.
+
+    Args:
+        x: The values, of any real dtype.
+        dim: The dimension to go along; several of them, or None for all, are gone through in row-major order.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a place gives with nothing kept up to it, instead of NaN; "raise" for an error.
+
+    Returns:
+        A named tuple (values, indices), both of the shape of x. The index is that of the last of equal elements, as in
+        torch; -1 where nothing is kept up to there. NaN that is kept is larger than all others.
+
+    Raises:
+        ArgumentTypeError: x is complex.
+        NothingKeptError: Up to a place nothing is kept, and x is of integers, or `empty="raise"`.
+
+    Gradient:
+        To the element at the index, from all places that it stands for; exactly 0 to each that is not kept.
+
+    Examples:
+        >>> gg.masked.cummax(torch.tensor([3, 0, 1, 5]), exclude=0).values
+        tensor([3, 3, 3, 5])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.cummax", keepdim=True, empty=empty)
+    return _cumulative(slices, torch.cummax, _lowest)
+
+
+def cummin(
+    x: Tensor, dim: Dim = None, *, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
+) -> CumulativeResult:
+    """Give the smallest of the elements that are kept up to each place, and where it is.
+
+    Args:
+        x: The values, of any real dtype.
+        dim: The dimension to go along; several of them, or None for all, are gone through in row-major order.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What a place gives with nothing kept up to it, instead of NaN; "raise" for an error.
+
+    Returns:
+        A named tuple (values, indices), both of the shape of x. The index is that of the last of equal elements, as in
+        torch; -1 where nothing is kept up to there. NaN that is kept is smaller than all others.
+
+    Raises:
+        ArgumentTypeError: x is complex.
+        NothingKeptError: Up to a place nothing is kept, and x is of integers, or `empty="raise"`.
+
+    Gradient:
+        To the element at the index, from all places that it stands for; exactly 0 to each that is not kept.
+
+    Examples:
+        >>> gg.masked.cummin(torch.tensor([3, 0, 1, 5]), exclude=0).values
+        tensor([3, 3, 1, 1])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.cummin", keepdim=True, empty=empty)
+    return _cumulative(slices, torch.cummin, _highest)
+
+
+def _cumulative(slices: Slices, find: Callable[..., Any], limit: Callable[[torch.dtype], Number]) -> CumulativeResult:
+    slices.refuse(complexes=True)
+    one = slices.in_one_dim()
+    mask = one.full_mask()
+    x = one.x.detach().to(torch.uint8) if one.x.dtype is torch.bool else one.x.detach()
+    last = limit(x.dtype)
+    found = find(fill(x, mask, last), -1)
+    # Where all that is kept up to a place equals what stands for the left-out, the last kept one is meant.
+    places = torch.arange(x.shape[-1], device=x.device).expand(x.shape)
+    latest = torch.where(mask, places, -1).cummax(-1).values
+    indices = torch.where(found.values == last, latest, found.indices)
+    values = slices.spread(one.x.gather(-1, indices.clamp(min=0)))
+    indices = slices.spread(indices)
+    return CumulativeResult(slices.fill_empty(values, number=indices + 1), indices)
+
+
 def _lowest(dtype: torch.dtype) -> Number:
     """Give what no element of the dtype is beneath."""
     if dtype is torch.bool:
@@ -254,6 +339,7 @@ def quantile(
     dim: Dim = None,
     *,
     keepdim: bool = False,
+    weights: Tensor | None = None,
     keep: Keep = None,
     exclude: Exclude = None,
     empty: Empty = ...,
@@ -266,6 +352,9 @@ def quantile(
         q: Which quantile, from 0 to 1, or a sequence or 1-D tensor of them.
         dim: The dimension to reduce, several of them, or None for all.
         keepdim: Whether reduced dimensions stay with size 1.
+        weights: How often each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
+            out, also NaN. The rank is q x (sum of weights - 1), so a sum of 1 has room for one element only: weights
+            that are shares have to be multiplied by the number of elements.
         keep: A boolean mask that broadcasts to x; True takes part.
         exclude: A value or values that do not take part; NaN matches NaN.
         empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
@@ -273,8 +362,9 @@ def quantile(
             "midpoint" or "nearest".
 
     Returns:
-        The quantile of each slice; NaN if NaN is kept. With several q, they are the first dimension. Integers become
-        torch's default floating dtype unless one element is chosen ("lower", "higher", "nearest").
+        The quantile of each slice; NaN if NaN is kept, and for several elements whose weights add up to 1 or less.
+        With several q, they are the first dimension. Integers become torch's default floating dtype unless one element
+        is chosen ("lower", "higher", "nearest") without weights.
 
     Raises:
         ArgumentTypeError: x is complex.
@@ -284,17 +374,19 @@ def quantile(
 
     Gradient:
         To the one or two elements that the quantile lies on or between, by their weights; exactly 0 to all others,
-        to what is not kept, and to a slice where NaN is kept.
+        to what is not kept, to a slice where NaN is kept, and to the weights.
 
     Examples:
         >>> gg.masked.quantile(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 1e9]), [0.25, 0.5], exclude=1e9)
         tensor([1., 2.])
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.quantile", keepdim=keepdim, empty=empty)
-    return _quantile(slices, q, interpolation)
+    return _quantile(slices, q, interpolation, weights)
 
 
-def _quantile(slices: Slices, q: float | Sequence[float] | Tensor, interpolation: Interpolation) -> Tensor:
+def _quantile(
+    slices: Slices, q: float | Sequence[float] | Tensor, interpolation: Interpolation, weights: Tensor | None = None
+) -> Tensor:
     slices.refuse(complexes=True)
     chooses = interpolation in ("lower", "higher", "nearest")
     if interpolation not in get_args(Interpolation):
@@ -303,12 +395,15 @@ def _quantile(slices: Slices, q: float | Sequence[float] | Tensor, interpolation
             why=f"it is one of {listed(get_args(Interpolation))}.",
             fix='interpolation="lower"',
         )
-    if not slices.x.is_floating_point() and not chooses:
+    if not slices.x.is_floating_point() and (weights is not None or not chooses):
         slices = slices.converted(torch.get_default_dtype())
+    if weights is not None:
+        slices, weights = slices.weighed(weights)
+        weights = replace(slices, x=weights.detach().double(), keep=None).with_mask().in_one_dim().x
     one = slices.with_mask().in_one_dim()
     mask = one.full_mask()
     middle = isinstance(q, float) and q == 0.5 and interpolation in ("lower", "midpoint")
-    if middle and one.x.dtype in _SELECTED and can_sync(one.x, mask):
+    if middle and weights is None and one.x.dtype in _SELECTED and can_sync(one.x, mask):
         found, kept = _selected(one, interpolation)
         return (
             slices.reduced(found)
@@ -319,11 +414,16 @@ def _quantile(slices: Slices, q: float | Sequence[float] | Tensor, interpolation
     number = mask.sum(-1)
     # NaN and what is left out go to the end together; a slice with NaN in it is NaN, whatever its order.
     is_float = one.x.is_floating_point()
-    ordered = one.filled(math.nan if is_float else _last(one.x.dtype)).sort(stable=True, dim=-1).values
-    rank = levels * (number - 1).clamp(min=0).unsqueeze(-1)
-    result = _at(ordered, rank, interpolation)
+    ordered, order = one.filled(math.nan if is_float else _last(one.x.dtype)).sort(stable=True, dim=-1)
+    amount, reached = number.unsqueeze(-1), None
+    if weights is not None:
+        reached = weights.gather(-1, order).cumsum(-1)
+        amount = reached[..., -1:]
+    result = _at(ordered, levels * (amount - 1).clamp(min=0), interpolation, reached)
     if is_float:
         poisoned = (mask & torch.isnan(one.x)).any(-1, keepdim=True)
+        if weights is not None:  # shares add up to 1 but for rounding
+            poisoned = poisoned | ((amount < 1.001) & (number.unsqueeze(-1) > 1))
         result = torch.where(poisoned | ~((levels >= 0) & (levels <= 1)), math.nan, result)
     result = result.movedim(-1, 0) if several else result.squeeze(-1)
     return slices.fill_empty(slices.reduced(result, leading=int(several)), number=slices.reduced(number))
@@ -397,16 +497,20 @@ def _check_levels(levels: list[Any], function: str) -> None:
             )
 
 
-def _at(ordered: Tensor, rank: Tensor, interpolation: Interpolation) -> Tensor:
-    """Read values in order at ranks that may lie between two of them."""
-    last = ordered.shape[-1] - 1
+def _at(ordered: Tensor, rank: Tensor, interpolation: Interpolation, reached: Tensor | None) -> Tensor:
+    """Read values in order at ranks that may lie between two of them, by the sums of weights reached if given."""
+
+    def value(rank: Tensor) -> Tensor:
+        place = rank.long() if reached is None else torch.searchsorted(reached, rank.contiguous(), right=True)
+        return ordered.gather(-1, place.clamp(0, ordered.shape[-1] - 1))
+
     if interpolation == "nearest":
         rank = rank.round()
     below, above = rank.detach().floor(), rank.detach().ceil()
-    low = ordered.gather(-1, below.clamp(0, last).long())
+    low = value(below)
     if interpolation in ("lower", "nearest"):
         return low
-    high = ordered.gather(-1, above.clamp(0, last).long())
+    high = value(above)
     if interpolation == "higher":
         return high
     weight = torch.full_like(rank, 0.5) if interpolation == "midpoint" else rank - below

@@ -1,4 +1,4 @@
-"""Reductions that add or multiply what is kept: sum, prod, mean, count, cumsum, var, std, norm, normalize."""
+"""Reductions that add or multiply what is kept: sum, prod, mean, count, cumsum, cumprod, var, std, norm, normalize."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def sum(
     *,
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
+    weights: Tensor | None = None,
     keep: Keep = None,
     exclude: Exclude = None,
     empty: Empty = ...,
@@ -30,6 +31,8 @@ def sum(
         dim: The dimension to reduce, several of them, or None for all.
         keepdim: Whether reduced dimensions stay with size 1.
         dtype: What x becomes before it is added; integers become int64 without it, as in torch.
+        weights: How much each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
+            out, also NaN.
         keep: A boolean mask that broadcasts to x; True takes part.
         exclude: A value or values that do not take part; NaN matches NaN.
         empty: What a slice with nothing kept gives instead of 0; "raise" for an error.
@@ -41,13 +44,18 @@ def sum(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        1 for each element that is kept, exactly 0 for each that is not.
+        1 (its weight) for each element that is kept, exactly 0 for each that is not; to the weights of what is kept
+        their elements.
 
     Examples:
         >>> gg.masked.sum(torch.tensor([1.0, float("nan"), 2.0]), exclude=float("nan"))
         tensor(3.)
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.sum", keepdim=keepdim, empty=empty, dtype=dtype)
+    if weights is not None:
+        slices, weights = slices.weighed(weights)
+        total = (slices.filled(0) * weights).sum(slices.dims, keepdim=keepdim)
+        return slices.fill_empty(total.to(slices.x.dtype) if slices.x.dtype in HALVES else total, natural=0)
     if slices.whole:
         return slices.fill_empty(slices.x.sum(slices.dims, keepdim=keepdim, dtype=dtype), natural=0)
     found = sums(slices, counted=empty is not ...)
@@ -99,6 +107,7 @@ def mean(
     *,
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
+    weights: Tensor | None = None,
     keep: Keep = None,
     exclude: Exclude = None,
     empty: Empty = ...,
@@ -110,6 +119,8 @@ def mean(
         dim: The dimension to reduce, several of them, or None for all.
         keepdim: Whether reduced dimensions stay with size 1.
         dtype: What x becomes first; needed for integers.
+        weights: How much each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
+            out, also NaN.
         keep: A boolean mask that broadcasts to x; True takes part.
         exclude: A value or values that do not take part; NaN matches NaN.
         empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
@@ -122,8 +133,9 @@ def mean(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        1 / (number kept in the slice) for each element that is kept, exactly 0 for each that is not; a slice with
-        nothing kept gives exactly 0 as well.
+        1 / (number kept in the slice), or its share of the weights, for each element that is kept, exactly 0 for each
+        that is not; a slice with nothing kept gives exactly 0 as well. To each weight kept, its element's distance to
+        the mean over the sum of weights.
 
     Examples:
         >>> x = torch.tensor([[1.0, 2.0, float("inf")], [4.0, 5.0, 6.0]], requires_grad=True)
@@ -132,6 +144,11 @@ def mean(
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.mean", keepdim=keepdim, empty=empty, dtype=dtype)
     slices.refuse(integers=True)
+    if weights is not None:
+        slices, weights = slices.weighed(weights)
+        total, amount = _weighed_sums(slices, weights, keepdim)
+        number = slices.number()
+        return slices.fill_empty((total / torch.where(number == 0, 1, amount)).to(slices.x.dtype), number=number)
     if slices.whole:
         return slices.fill_empty(slices.x.mean(slices.dims, keepdim=keepdim), natural=math.nan)
     found = sums(slices, mean=True, counted=empty is not ...)
@@ -203,12 +220,50 @@ def cumsum(
     return slices.fill_empty(slices.spread(slices.in_one_dim().filled(0).cumsum(-1, dtype=dtype)), natural=0)
 
 
+def cumprod(
+    x: Tensor,
+    dim: Dim = None,
+    *,
+    dtype: torch.dtype | None = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    empty: Empty = ...,
+) -> Tensor:
+    """Multiply the elements that are kept, one after the other.
+
+    Args:
+        x: The values.
+        dim: The dimension to go along; several of them, or None for all, are gone through in row-major order.
+        dtype: What x becomes before it is multiplied; integers become int64 without it, as in torch.
+        keep: A boolean mask that broadcasts to x; True takes part.
+        exclude: A value or values that do not take part; NaN matches NaN.
+        empty: What every place of a slice with nothing kept gives instead of 1; "raise" for an error.
+
+    Returns:
+        A tensor of the shape of x: at each place the product of what is kept up to there. The place of an element that
+        is left out repeats the product before it.
+
+    Raises:
+        NothingKeptError: A slice has nothing kept and `empty="raise"`.
+
+    Gradient:
+        That of torch.cumprod for each element that is kept, exact at zeros; exactly 0 to each that is not.
+
+    Examples:
+        >>> gg.masked.cumprod(torch.tensor([2.0, float("nan"), 3.0]), exclude=float("nan"))
+        tensor([2., 2., 6.])
+    """
+    slices = slices_of(x, dim, keep, exclude, function="masked.cumprod", keepdim=True, empty=empty, dtype=dtype)
+    return slices.fill_empty(slices.spread(slices.in_one_dim().filled(1).cumprod(-1, dtype=dtype)), natural=1)
+
+
 def var(
     x: Tensor,
     dim: Dim = None,
     *,
     correction: float = 1,
     keepdim: bool = False,
+    weights: Tensor | None = None,
     keep: Keep = None,
     exclude: Exclude = None,
     empty: Empty = ...,
@@ -219,7 +274,10 @@ def var(
         x: The values, floating or complex.
         dim: The dimension to reduce, several of them, or None for all.
         correction: What is taken from the number kept before dividing by it, as in torch: 1 for a sample, 0 for all.
+            With weights it is taken from their sum, so 1 is for weights that count; 0 for any others.
         keepdim: Whether reduced dimensions stay with size 1.
+        weights: How much each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
+            out, also NaN.
         keep: A boolean mask that broadcasts to x; True takes part.
         exclude: A value or values that do not take part; NaN matches NaN.
         empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
@@ -241,15 +299,7 @@ def var(
         tensor(1.)
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.var", keepdim=keepdim, empty=empty)
-    slices.refuse(integers=True)
-    _check_correction(correction, slices.function)
-    if slices.whole and slices.size > correction and slices.x.numel():
-        return slices.x.var(slices.dims, correction=correction, keepdim=keepdim)
-    if (found := variance(slices, correction)) is not None:
-        return slices.fill_empty(found, natural=math.nan)
-    spread, undefined, number = _variance(slices, correction)
-    settled = torch.where(number > correction, spread, undefined)
-    return slices.fill_empty(settled.to(undefined.dtype), natural=math.nan, number=number)
+    return _deviation(slices, correction, weights, root=False)
 
 
 def std(
@@ -258,6 +308,7 @@ def std(
     *,
     correction: float = 1,
     keepdim: bool = False,
+    weights: Tensor | None = None,
     keep: Keep = None,
     exclude: Exclude = None,
     empty: Empty = ...,
@@ -268,7 +319,10 @@ def std(
         x: The values, floating or complex.
         dim: The dimension to reduce, several of them, or None for all.
         correction: What is taken from the number kept before dividing by it, as in torch: 1 for a sample, 0 for all.
+            With weights it is taken from their sum, so 1 is for weights that count; 0 for any others.
         keepdim: Whether reduced dimensions stay with size 1.
+        weights: How much each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
+            out, also NaN.
         keep: A boolean mask that broadcasts to x; True takes part.
         exclude: A value or values that do not take part; NaN matches NaN.
         empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
@@ -291,27 +345,41 @@ def std(
         tensor(1.)
     """
     slices = slices_of(x, dim, keep, exclude, function="masked.std", keepdim=keepdim, empty=empty)
+    return _deviation(slices, correction, weights, root=True)
+
+
+def _deviation(slices: Slices, correction: float, weights: Tensor | None, *, root: bool) -> Tensor:
+    """Give the variance of what is kept of each slice, or its root."""
     slices.refuse(integers=True)
-    _check_correction(correction, slices.function)
-    if slices.whole and slices.size > correction and slices.x.numel():
-        return slices.x.std(slices.dims, correction=correction, keepdim=keepdim)
-    if (found := variance(slices, correction)) is not None:
-        return slices.fill_empty(found.sqrt_(), natural=math.nan)
-    spread, undefined, number = _variance(slices, correction)
-    flat = spread == 0
-    root = torch.where(flat, 0.0, torch.where(flat, 1.0, spread).sqrt())
-    settled = torch.where(number > correction, root, undefined)
+    why = "it is taken from the number of elements: 1 for a sample, 0 for all there are."
+    check_number(correction, "correction", slices.function, why, "correction=1")
+    if weights is None:
+        if slices.whole and slices.size > correction and slices.x.numel():
+            plain = torch.std if root else torch.var
+            return plain(slices.x, slices.dims, correction=correction, keepdim=slices.keepdim)
+        if (found := variance(slices, correction)) is not None:
+            return slices.fill_empty(found.sqrt_() if root else found, natural=math.nan)
+    spread, undefined, number = _variance(slices, correction, weights)
+    if root:
+        flat = spread == 0
+        spread = torch.where(flat, 0.0, torch.where(flat, 1.0, spread).sqrt())
+    settled = torch.where(number > correction, spread, undefined)
     return slices.fill_empty(settled.to(undefined.dtype), natural=math.nan, number=number)
 
 
-def _check_correction(correction: float, function: str) -> None:
-    check_number(
-        correction,
-        "correction",
-        function,
-        "it is taken from the number of elements: 1 for a sample, 0 for all there are.",
-        "correction=1",
-    )
+def _weighed_sums(slices: Slices, weights: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
+    total = (slices.filled(0) * weights).sum(slices.dims, keepdim=keepdim)
+    return total, weights.sum(slices.dims, keepdim=keepdim)
+
+
+def _weighed_squares(slices: Slices, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Add up the weighed squares of the distances to the weighed mean, and the weights."""
+    slices, weights = slices.weighed(weights)
+    total, amount = _weighed_sums(slices, weights, True)
+    distance = slices.filled(0) - total / torch.where(amount == 0, 1, amount)
+    distance = fill(distance, slices.full_mask(), 0)
+    found = ((distance * distance.conj()).real * weights).sum(slices.dims, keepdim=slices.keepdim)
+    return found, amount.reshape(found.shape)
 
 
 def distances(slices: Slices) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,10 +393,15 @@ def distances(slices: Slices) -> tuple[Tensor, Tensor, Tensor]:
     return fill(slices.filled(0) - center, mask, 0), center, found.number
 
 
-def _variance(slices: Slices, correction: float) -> tuple[Tensor, Tensor, Tensor]:
+def _variance(slices: Slices, correction: float, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Give the variance where it is defined, what stands in its place elsewhere, and the number kept."""
     x, dtype = slices.x, slices.x.dtype
-    if x.is_complex():
+    if weights is not None:
+        found, number = _weighed_squares(slices, weights)
+        dtype = x.real.dtype
+        if correction > 0:  # shares add up to 1 but for rounding, which must not be divided by
+            number = torch.where((number - correction).abs() < 1e-3, correction, number)
+    elif x.is_complex():
         mask = slices.full_mask()
         (found, number), (more, _) = (squares(replace(slices, x=part, keep=mask)) for part in (x.real, x.imag))
         found, dtype = found + more, found.dtype

@@ -9,7 +9,7 @@ reductions. Second derivatives are those of the composition.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import EllipsisType
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradgate import _kernels
-from gradgate._checks import check_keep, check_tensor, wrong_type
+from gradgate._checks import agreed, check_fits, check_keep, check_tensor, wrong_type
 from gradgate._kernels import Layout, Sums, usable
 from gradgate._names import describe
 from gradgate._torch_private import apply_function, assert_later, has_data, inside_functorch, is_compiling, is_traced
@@ -211,14 +211,15 @@ def squares(slices: Slices) -> tuple[Tensor, Tensor]:
     mask, number = slices.full_mask(), slices.number(keepdim=True)
     kept = fill(x, mask, 0)
     # What is left out is taken away before and after: its distance to the mean is no number to build on.
-    distance = fill(kept - (_exact_sum(kept, dims) / number.clamp(min=1)).to(x.dtype), mask, 0)
+    distance = fill(kept - (exact_sum(kept, dims) / number.clamp(min=1)).to(x.dtype), mask, 0)
     found = (distance * distance).sum(dims, keepdim=keepdim)
     return found, number.reshape(found.shape)
 
 
-def _exact_sum(x: Tensor, dims: Dims) -> Tensor:
+def exact_sum(x: Tensor, dims: Dims) -> Tensor:
     """Add up as float64, where the device has that: equal values then have no spread, however large they are."""
-    return x.sum(dims, keepdim=True, dtype=torch.float64 if x.device.type in ("cpu", "cuda") else None)
+    widens = x.device.type in ("cpu", "cuda") and not x.is_complex()
+    return x.sum(dims, keepdim=True, dtype=torch.float64 if widens else None)
 
 
 def variance(slices: Slices, correction: float) -> Tensor | None:
@@ -251,7 +252,7 @@ class _Squares(torch.autograd.Function):
         outer, _, inner = group.shape
         mask, factor, number = mask.view(group.shape), factor.reshape(outer, 1, inner), number.view(outer, 1, inner)
         kept = torch.where(mask, group.arranged(x).view(group.shape), 0)
-        distance = kept - (_exact_sum(kept, (1,)) / number.clamp(min=1)).to(x.dtype)
+        distance = kept - (exact_sum(kept, (1,)) / number.clamp(min=1)).to(x.dtype)
         return group.restored(torch.where(mask, distance * factor, 0)), None, None, None
 
 
@@ -435,7 +436,8 @@ class _Softmax(torch.autograd.Function):
 
 
 Exclude: TypeAlias = Number | Iterable[Number] | Tensor | None
-Keep: TypeAlias = Tensor | None
+Mask: TypeAlias = Tensor | Callable[..., Tensor]
+Keep: TypeAlias = Mask | tuple[Mask, ...] | None
 Dim: TypeAlias = int | Sequence[int] | None
 Empty: TypeAlias = bool | int | float | complex | Literal["raise"] | EllipsisType
 
@@ -448,7 +450,8 @@ def valid(x: Tensor, *, keep: Keep = None, exclude: Exclude = None, finite: bool
 
     Args:
         x: The values.
-        keep: A boolean mask that broadcasts to the shape of x; True takes part.
+        keep: A boolean mask that broadcasts to the shape of x; True takes part. Or a function that is called with x and
+            gives one (`torch.isfinite`), or a tuple of masks and functions, which all have to agree.
         exclude: A value that does not take part, or several (a list, a tuple, a set, a tensor of values). NaN
             matches NaN. A value that the dtype of x cannot hold (-1 for uint8, 0.5 for an integer) matches nothing.
         finite: Leave out NaN and infinities as well.
@@ -474,7 +477,7 @@ def valid(x: Tensor, *, keep: Keep = None, exclude: Exclude = None, finite: bool
 
 
 def mask_of(
-    x: Tensor, keep: Tensor | None, exclude: Exclude = None, *, function: str, lazy: bool = False
+    x: Tensor, keep: Keep, exclude: Exclude = None, *, function: str, lazy: bool = False
 ) -> tuple[Tensor | None, Number | None]:
     """Give the mask that `keep` and `exclude` make together, of a shape that broadcasts to x; None if all take part."""
     # If `lazy`, a single excluded value is given as it is where the kernels may need no mask.
@@ -482,7 +485,11 @@ def mask_of(
         check_tensor(x, name="x", function=function)
     if x.layout is not torch.strided or x.is_nested:
         raise _not_dense(x, "x", function)
-    mask = None if keep is None else check_keep(keep, x, function=function)
+    mask: Tensor | None = None
+    if isinstance(keep, Tensor):
+        mask = check_keep(keep, x, function=function)
+    elif keep is not None:
+        mask = agreed(keep, (x,), x, function=function)
     if mask is not None and mask.layout is not torch.strided:
         raise _not_dense(mask, "keep", function)
     if exclude is None:
@@ -671,6 +678,22 @@ class Slices:
                 result = result.unsqueeze(d + leading)
         return result
 
+    def weighed(self, weights: Any) -> tuple[Slices, Tensor]:
+        """Give the slices without what has the weight 0, and the weights in the shape of x, 0 for what is left out."""
+        check_fits(
+            check_tensor(weights, name="weights", function=self.function),
+            self.x,
+            name="weights",
+            function=self.function,
+        )
+        if weights.is_complex():
+            why = "a weight says how much an element counts."
+            raise wrong_type(weights, "weights", self.function, why, "weights=weights.abs()")
+        if self.x.is_floating_point() or self.x.is_complex():
+            weights = weights.to(torch.float32 if self.x.dtype in HALVES else self.x.real.dtype)
+        mask = self.full_mask() & (weights.detach() != 0)
+        return replace(self, keep=mask, excluded=None), torch.where(mask, weights, 0)
+
     def refuse(self, *, integers: bool = False, complexes: bool = False) -> None:
         """Raise if x is of a kind that the plain function does not take either."""
         if self.x.is_floating_point():
@@ -701,7 +724,7 @@ class Slices:
         if has_data(number):
             if (number == 0).any():
                 raise NothingKeptError(
-                    f"{self.function}(): nothing is kept in {self._named(number)}.",
+                    f"{self.function}(): nothing is kept {self._named(number)}.",
                     why='empty="raise" asks for at least one element in each slice.'
                     if self.empty == "raise"
                     else "there is no value to give for it, and an integer cannot be NaN.",
@@ -718,11 +741,15 @@ class Slices:
 
     def _named(self, number: Tensor) -> str:
         """Say which slices have nothing kept, as one would index them."""
-        kept = number.reshape([1 if d in self.dims else size for d, size in enumerate(self.x.shape)])
+        shape = [1 if d in self.dims else size for d, size in enumerate(self.x.shape)]
+        if number.numel() != math.prod(shape):  # windows, or what comes up to each place
+            bad = (number == 0).nonzero()
+            return f"for {len(bad)} of {number.numel()} results; the first is result{bad[0].tolist()}"
+        kept = number.reshape(shape)
         bad = (kept == 0).nonzero()
         if kept.numel() == 1:
-            return "x" if self.x.dim() == len(self.dims) else f"the only slice, x[{self._index(bad[0])}]"
-        return f"{len(bad)} of {kept.numel()} slices; the first is x[{self._index(bad[0])}]"
+            return "in x" if self.x.dim() == len(self.dims) else f"in the only slice, x[{self._index(bad[0])}]"
+        return f"in {len(bad)} of {kept.numel()} slices; the first is x[{self._index(bad[0])}]"
 
     def _index(self, position: Tensor) -> str:
         return ", ".join(":" if d in self.dims else str(i) for d, i in enumerate(position.tolist()))
@@ -731,7 +758,7 @@ class Slices:
 def slices_of(
     x: Tensor,
     dim: Dim,
-    keep: Tensor | None,
+    keep: Keep,
     exclude: Exclude,
     *,
     function: str,
