@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gradgate.doctor import diagnose as diagnose
     from gradgate.doctor import trace as trace
     from gradgate.doctor import watch as watch
+    from gradgate.edits import allow_overwrites as allow_overwrites
     from gradgate.edits import at as at
     from gradgate.errors import GradgateError as GradgateError
     from gradgate.errors import TooManyBadSamples as TooManyBadSamples
@@ -88,6 +89,7 @@ _PACKAGE_OF = {
     "Rewind": "rewind",
     "ScaleGrad": "gates",
     "TooManyBadSamples": "errors",
+    "allow_overwrites": "edits",
     "apply_rows": "masked",
     "apply_where": "masked",
     "at": "edits",

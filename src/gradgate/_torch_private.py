@@ -817,6 +817,9 @@ tree_flatten: Callable[..., tuple[list[Any], Any]] = _find(
     "utils._pytree.tree_flatten", "nested batches cannot be read"
 )
 tree_unflatten = _find("utils._pytree.tree_unflatten", "nested batches cannot be read")
+register_pytree_node = _find(
+    "utils._pytree.register_pytree_node", "torch.func takes the state of a module for one value", lambda *args: None
+)
 
 
 def _warn_of_version(version: str) -> None:

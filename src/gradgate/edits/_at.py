@@ -1,14 +1,16 @@
-"""`at(x)[idx]` and its edits: each gives a new tensor, and gradients reach x and the value."""
+"""`at(x)[idx]` and its edits: each gives a new tensor, or a new tree, and gradients reach x and the value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
 
 from gradgate._names import describe, listed, nearest
+from gradgate._trees import children_of, leaves_of, rebuilt
+from gradgate.edits._in_place import State
 from gradgate.edits._index import Mode, ParsedIndex, as_value, check_mode, fit, read
 from gradgate.edits._scatter import (
     Binary,
@@ -67,13 +69,98 @@ class At(Generic[Result]):
         return f"at({describe(self._x)})"
 
 
+class Tree:
+    """What `at(tree)` gives: it waits for the path of a tensor.
+
+    Examples:
+        >>> batch = {"image": [torch.zeros(2), torch.zeros(3)], "label": torch.tensor(1)}
+        >>> gg.at(batch)["image.1"][0].set(5.0)["image"]
+        [tensor([0., 0.]), tensor([5., 0., 0.])]
+    """
+
+    def __init__(self, tree: Any, prefix: str = "") -> None:
+        self._tree = tree
+        self._prefix = prefix
+
+    def __getitem__(self, path: str | int) -> Any:
+        """Give what stands at the path: an `At` for a tensor, a `Tree` for what contains some."""
+        if not isinstance(path, str) and (isinstance(self._tree, torch.nn.Module) or not _has(self._tree, path)):
+            raise ArgumentTypeError(
+                f"at(): `name` is None, and x is {_called(self._tree)}.",
+                why="one of its tensors must be named.",
+                fix=f"gg.at(model, {next(iter(_names(self._tree)), 'weight')!r})[idx].set(v)",
+            )
+        full = f"{self._prefix}.{path}" if self._prefix else str(path)
+        found = _at_path(self._tree, full)
+        if found is None and any(name.startswith(f"{full}.") for name in _names(self._tree)):
+            return Tree(self._tree, full)
+        if found is None or not isinstance(found[0], torch.Tensor):
+            names = list(_names(self._tree))
+            near = nearest(full, names)
+            raise NothingMatchedError(
+                f"at(): there is no tensor {full!r} in {_called(self._tree)}.",
+                why=f"the nearest names are {listed(near)}." if near else f"it has {listed(names) or 'none'}.",
+                fix=f"gg.at(model, {(near or [*names, 'weight'])[0]!r})[idx].set(v)",
+            )
+        return At(_dense(found[0]), found[1])
+
+    def __repr__(self) -> str:
+        return f"at({_called(self._tree)})" + (f"[{self._prefix!r}]" if self._prefix else "")
+
+
+def _has(tree: Any, key: Any) -> bool:
+    return str(key) in map(str, children_of(tree) or ())
+
+
+def _names(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Give the paths of all tensors."""
+    if isinstance(tree, torch.Tensor):
+        yield prefix
+        return
+    for key, child in _children(tree).items():
+        yield from _names(child, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _children(tree: Any) -> dict[Any, Any]:
+    if isinstance(tree, torch.Tensor | str | bytes | type):
+        return {}
+    return dict(State.of(tree)) if isinstance(tree, torch.nn.Module) else children_of(tree) or {}
+
+
+def _at_path(tree: Any, path: str) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Give what stands at a path, and how to make the whole tree anew with something else there; None for nothing."""
+    if not path:
+        return tree, _itself
+    children = _children(tree)
+    keys = [key for key in children if f"{path}.".startswith(f"{key}.")]
+    for key in sorted(keys, key=lambda key: -len(str(key))):  # a key may have dots itself
+        child = children[key]
+        found = _at_path(child, path[len(str(key)) + 1 :])
+        if found is not None:
+            value, inside = found
+
+            def whole(new: Any, inside: Any = inside, child: Any = child) -> Any:
+                changed = inside(new)
+                parts = {name: changed if old is child else old for name, old in children.items()}
+                if isinstance(tree, State | torch.nn.Module):
+                    return State(parts, tree.module if isinstance(tree, State) else tree)
+                return parts if type(tree) is dict else rebuilt(tree, parts)
+
+            return value, whole
+    return None
+
+
 @overload
 def at(x: torch.Tensor) -> At[torch.Tensor]: ...
 @overload
-def at(x: torch.nn.Module | Mapping[str, torch.Tensor], name: str) -> At[dict[str, torch.Tensor]]: ...
+def at(x: torch.nn.Module, name: str) -> At[State]: ...
+@overload
+def at(x: Mapping[str, torch.Tensor], name: str) -> At[dict[str, torch.Tensor]]: ...
+@overload
+def at(x: torch.nn.Module | Mapping[str, Any] | Sequence[Any]) -> Tree: ...
 
 
-def at(x: torch.Tensor | torch.nn.Module | Mapping[str, torch.Tensor], name: str | None = None) -> At[Any]:
+def at(x: Any, name: str | None = None) -> At[Any] | Tree:
     """Begin an edit that gives a new tensor and leaves the old one as it is.
 
     In `y = gg.at(x)[idx].set(v)` the index is any that torch takes, and slices with negative steps too. What follows is
@@ -81,13 +168,15 @@ def at(x: torch.Tensor | torch.nn.Module | Mapping[str, torch.Tensor], name: str
     `jax.numpy.ndarray.at`. Where torch and JAX differ, torch's rule holds (an int beside an index tensor is a view).
 
     Args:
-        x: The tensor; or a module, or a dictionary of tensors, whose tensor `name` is edited.
-        name: The name of that tensor, as in `named_parameters` and `named_buffers`.
+        x: The tensor; or a module, or a tree of dictionaries, lists, tuples, dataclasses and modules with tensors.
+        name: The path of a tensor in it; `gg.at(tree)["a.b"]` is `gg.at(tree, "a.b")`. In a module these are the names
+            of `named_parameters` and `named_buffers`.
 
     Returns:
-        Something to index. Of a tensor the edits give a tensor. Of a module or a dictionary they give a new
-        dictionary of all its tensors, the edited one replaced (under all its names, if it is tied), for
-        `torch.func.functional_call`; module and dictionary stay as they are.
+        Something to index. Of a tensor the edits give a tensor; of a tree they give a new tree, with that tensor
+        replaced and all others shared. Of a module they give its `State`: a dictionary of all its tensors for
+        `torch.func.functional_call`, with `write_back()` and `undo()`; the edited one is replaced under all its names,
+        if it is tied. Module and tree stay as they are.
 
     Raises:
         ArgumentTypeError: x is none of these, or a name is missing or one too many.
@@ -107,7 +196,7 @@ def at(x: torch.Tensor | torch.nn.Module | Mapping[str, torch.Tensor], name: str
         >>> w.grad, v.grad
         (tensor([0., 0., 2., 3.]), tensor(1.))
         >>> model = torch.nn.Linear(2, 1)
-        >>> state = gg.at(model, "weight")[0, 1].set(0.0)
+        >>> state = gg.at(model)["weight"][0, 1].set(0.0)
         >>> torch.func.functional_call(model, state, torch.ones(1, 2)).shape
         torch.Size([1, 1])
     """
@@ -119,28 +208,19 @@ def at(x: torch.Tensor | torch.nn.Module | Mapping[str, torch.Tensor], name: str
                 fix="gg.at(x)[idx].set(v)",
             )
         return At(_dense(x), _itself)
-    if not isinstance(x, (torch.nn.Module, Mapping)):
+    if not isinstance(x, torch.nn.Module | Mapping) and not any(
+        isinstance(leaf, torch.Tensor | torch.nn.Module) for leaf in leaves_of(x)
+    ):
         raise ArgumentTypeError(
             f"at(): `x` is {describe(x)}.",
-            why="it edits a torch.Tensor, or one tensor of a module or a dictionary.",
+            why="it edits a torch.Tensor, or one tensor of a module or of a tree of dictionaries and lists.",
             fix="gg.at(torch.as_tensor(x))[idx].set(v)",
         )
-    tensors = _tensors_of(x)
-    if not isinstance(name, str):
-        raise ArgumentTypeError(
-            f"at(): `name` is {describe(name)}, and x is {_called(x)}.",
-            why="one of its tensors must be named.",
-            fix=f"gg.at(model, {next(iter(tensors), 'weight')!r})[idx].set(v)",
-        )
-    chosen = tensors.get(name)
-    if not isinstance(chosen, torch.Tensor):
-        near = nearest(name, tensors)
-        raise NothingMatchedError(
-            f"at(): there is no tensor {name!r} in {_called(x)}.",
-            why=f"the nearest names are {listed(near)}." if near else f"it has {listed(list(tensors)) or 'none'}.",
-            fix=f"gg.at(model, {(near or [*tensors, 'weight'])[0]!r})[idx].set(v)",
-        )
-    return At(_dense(chosen), lambda new: {key: new if old is chosen else old for key, old in tensors.items()})
+    tree = Tree(x)
+    if name is None:
+        return tree
+    chosen = tree[name]
+    return chosen if isinstance(chosen, At) else tree[f"{name}."]  # which is not there either
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -155,12 +235,6 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 def _itself(new: torch.Tensor) -> torch.Tensor:
     return new
-
-
-def _tensors_of(x: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if isinstance(x, torch.nn.Module):
-        return {**dict(x.named_parameters(remove_duplicate=False)), **dict(x.named_buffers(remove_duplicate=False))}
-    return dict(x)
 
 
 def _called(x: object) -> str:
@@ -207,7 +281,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Gradient:
             To x elsewhere, exactly 0 there; to the value that was taken, exactly 0 to the others.
@@ -230,7 +304,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Gradient:
             To x unchanged; to each value that of its place.
@@ -250,7 +324,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Gradient:
             To x unchanged; to each value the negative of that of its place.
@@ -270,7 +344,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Gradient:
             That of the product, exact where factors are 0 too.
@@ -290,7 +364,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Raises:
             ArgumentTypeError: x has integers.
@@ -313,7 +387,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Gradient:
             That of `torch.pow`, to x and to the exponents.
@@ -333,7 +407,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Gradient:
             Shared evenly by all that are equal to the result, x included; the others get exactly 0, and so do all
@@ -354,7 +428,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Gradient:
             Shared evenly by all that are equal to the result, x included; the others get exactly 0, and so do all
@@ -382,7 +456,7 @@ class Selection(Generic[Result]):
             unique_indices: No place is named twice. Under torch.compile and vmap an index tensor needs this promise.
 
         Returns:
-            The new tensor, or the new dictionary.
+            The new tensor, or the new tree.
 
         Gradient:
             That of fn there, 1 elsewhere. fn never sees the other elements.

@@ -1,0 +1,145 @@
+"""Where edits meet what is there already: a module's state, written back and undone; a scope for in-place edits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gradgate._names import describe
+from gradgate._torch_private import register_pytree_node
+from gradgate.errors import ArgumentValueError
+
+
+class State(dict[str, torch.Tensor]):
+    """The parameters and buffers of a module, some of them edited: what `at(model)["name"][idx].set(v)` gives.
+
+    A dictionary for `torch.func.functional_call`, which can be edited further and written into the module. Nothing is
+    written until then.
+
+    Args:
+        tensors: The tensors by name.
+        module: The module that they belong to.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> state = gg.at(model)["weight"][0, 0].set(7.0)
+        >>> state.write_back()
+        >>> model.weight[0, 0].item()
+        7.0
+        >>> state.undo()
+        >>> model.weight[0, 0].item() == 7.0
+        False
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], module: torch.nn.Module) -> None:
+        super().__init__(tensors)
+        self.module = module
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> State:
+        """Give the tensors of a module as they are, tied ones under all their names.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The state.
+        """
+        return cls({**_named(module.named_parameters), **_named(module.named_buffers)}, module)
+
+    def write_back(self) -> None:
+        """Write what was edited into the tensors of the module, in place; autograd does not record it.
+
+        Optimizers and hooks go on with the same parameters. What was there is kept for `undo`.
+
+        Raises:
+            ArgumentValueError: A tensor of another shape stands for one of the module's.
+        """
+        own = State.of(self.module)
+        edited = [(own[name], new) for name, new in self.items() if name in own and new is not own[name]]
+        for old, new in edited:
+            if new.shape != old.shape:
+                raise ArgumentValueError(
+                    f"State.write_back(): {describe(new)} cannot be written into {describe(old)}.",
+                    why="parameters keep their shape, because optimizers have a state of that shape.",
+                )
+        with torch.no_grad():
+            for old, new in edited:
+                self._before.append((old, old.detach().clone()))
+                old.copy_(new)
+
+    def undo(self) -> None:
+        """Put back what was in the module before `write_back`, bit for bit.
+
+        Raises:
+            ArgumentValueError: Nothing was written back.
+        """
+        if not self._before:
+            raise ArgumentValueError(
+                "State.undo(): nothing was written back.",
+                why="the module is as it was.",
+                fix="state.write_back()   # before state.undo()",
+            )
+        with torch.no_grad():
+            while self._before:
+                tensor, old = self._before.pop()
+                tensor.copy_(old)
+
+    def __repr__(self) -> str:
+        return f"State({type(self.module).__name__}, {', '.join(self)})"
+
+
+def _named(tensors: Any) -> dict[str, torch.Tensor]:
+    return dict(tensors(remove_duplicate=False))
+
+
+# torch.func takes a state for what it is, a dictionary of tensors.
+register_pytree_node(
+    State,
+    lambda state: (list(state.values()), (list(state), state.module)),
+    lambda tensors, context: State(dict(zip(context[0], tensors, strict=True)), context[1]),
+)
+
+
+_open = 0
+
+
+@contextmanager
+def allow_overwrites() -> Iterator[None]:
+    """Let in-place edits overwrite what autograd has saved for backward: it keeps a copy of what they destroy.
+
+    Without it, backward refuses with "one of the variables needed for gradient computation has been modified by an
+    inplace operation". This is `torch.autograd.graph.allow_mutation_on_saved_tensors` as a scope that may be nested.
+    Forward and backward have to run inside it. A copy is made only of a tensor that is overwritten while it is needed,
+    but every operation inside passes through Python. docs/packages/edits.md has the measured cost; so use it around
+    code that you cannot change, and `gg.at` in your own.
+
+    Returns:
+        A context manager; it can decorate a function, too.
+
+    Gradient:
+        That of the program as it ran: each operation is differentiated at the values that it saw.
+
+    Examples:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with gg.allow_overwrites():
+        ...     y = x.exp()
+        ...     y += 1   # exp() has saved its result
+        ...     y.sum().backward()
+        >>> torch.equal(x.grad, x.detach().exp())
+        True
+    """
+    global _open
+    if _open:  # torch's own cannot be nested
+        yield
+        return
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        _open += 1
+        try:
+            yield
+        finally:
+            _open -= 1
