@@ -94,6 +94,22 @@ def rows_by_slice(side: int, count: int) -> Callable[[], tuple[torch.Tensor, Any
     return matrix(side, slice(100, 100 + count), lambda: torch.randn(count, side))
 
 
+def small_step() -> dict[str, Candidate]:
+    """Make a step of a small network, plain and inside the scope."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU())
+    x = torch.randn(128, 256)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    def inside() -> None:
+        with gg.allow_overwrites():
+            step()
+
+    return {"allow_overwrites": inside, "plain": step}
+
+
 BY_INDEX = ("clone + assign", "index_put")
 
 ROWS = [
@@ -127,5 +143,6 @@ ROWS = [
         at_most=None,
         peers=BY_INDEX,
     ),
+    Row("edits", "a step of a small MLP inside allow_overwrites", small_step, ours="allow_overwrites", base="plain"),
     row("set 4 elements of 16 (what a call costs)", forward(elements(4, 16)), at_most=None, peers=BY_INDEX),
 ]

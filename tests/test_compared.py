@@ -111,6 +111,18 @@ def test_of_several_values_for_one_place_torch_gives_all_the_gradient():
     assert v.grad.tolist() == [1.0, 1.0]
 
 
+def test_second_derivatives_are_wrong_where_torch_allows_overwrites():
+    def cubed(x):
+        y = x.exp()
+        z = y * x
+        y.add_(1)
+        return (z * y).sum()
+
+    x = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        torch.autograd.gradgradcheck(cubed, [x])
+
+
 def test_torch_has_no_function_for_an_edit():
     assert not hasattr(torch.Tensor, "at")
     assert hasattr(torch, "index_put")

@@ -117,7 +117,7 @@ def _with_suggestions(function: FunctionType, shown: str) -> FunctionType:
         handed.append(f"{name}={name}" if parameter.kind is kind.KEYWORD_ONLY else star + name)
     source = (
         f"def make(_function, _refuse):\n"
-        f"    def call({', '.join(given)}, **_unknown):\n"
+        f"    def call({', '.join([*given, '**_unknown'])}):\n"
         f"        return _function({', '.join(handed)}) if not _unknown else _refuse(_unknown)\n"
         f"    return call"
     )

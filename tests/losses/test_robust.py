@@ -161,6 +161,69 @@ def test_alpha_and_scale_learn(alpha):
     assert torch.autograd.gradgradcheck(lambda r, a, s: losses.barron(r, alpha=a, scale=s), inputs)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1e-4, 0.3, 1.0, 1.7, 2.0, 4.0])
+def test_the_density_of_the_adaptive_loss_has_the_integral_one(alpha):
+    def density(r):
+        b = mpmath.mpf(abs(alpha - 2))
+        if alpha == 2:
+            return mpmath.exp(-(r**2) / 2)
+        power = mpmath.log(1 + r**2 / 2) if alpha == 0 else b / alpha * ((1 + r**2 / b) ** (mpmath.mpf(alpha) / 2) - 1)
+        return mpmath.exp(-power)
+
+    with mpmath.workdps(30):
+        ends = [0, 1, 10, 1e3, 1e6, mpmath.inf]
+        truth = float(mpmath.log(2 * mpmath.quad(density, ends)))
+    for dtype in (torch.float64, torch.float32):
+        r = torch.zeros(1, dtype=dtype)
+        torch.testing.assert_close(losses.adaptive(r, alpha=alpha).item(), truth, rtol=2e-6, atol=2e-6)
+    assert losses.adaptive(torch.zeros(1, dtype=torch.float64), alpha=alpha).item() == pytest.approx(truth, abs=1e-9)
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 0.5, 1.0, 1.9, 3.0])
+def test_the_adaptive_loss_learns(alpha):
+    inputs = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.7, alpha, 1.3)]
+    assert torch.autograd.gradcheck(lambda r, a, s: losses.adaptive(r, alpha=a, scale=s), inputs)
+    assert torch.autograd.gradgradcheck(lambda r, a, s: losses.adaptive(r, alpha=a, scale=s), inputs)
+    for value, largest in ((0.0, 1e30), (2.0, 1e4), (30.0, 10.0)):
+        shape = torch.tensor(value, requires_grad=True)
+        losses.adaptive(torch.tensor([0.0, 1.0, largest]), alpha=shape).backward()
+        assert shape.grad.isfinite()
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("Normal", 1.4, 2.0), ("Cauchy", 0.0, 0.4)])
+def test_a_learned_alpha_finds_the_tail_of_the_residuals_and_stays(name, low, high):
+    torch.manual_seed(0)
+    r = getattr(torch.distributions, name)(0.0, 3.0).sample((2000,)).double()
+    free = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([free], lr=0.1)
+    for _ in range(150):
+        alpha, scale = 2 * free[0].sigmoid(), free[1].exp()
+        optimizer.zero_grad()
+        losses.adaptive(r, alpha=alpha, scale=scale).backward()
+        optimizer.step()
+    assert low <= alpha.item() <= high
+    # Without the partition term every residual pulls the same way, for ever.
+    shape = torch.linspace(-5, 1.9, 30, dtype=torch.float64, requires_grad=True)
+    losses.barron(torch.ones(30, dtype=torch.float64), alpha=shape, reduction="sum").backward()
+    assert (shape.grad > 0).all()
+
+
+def test_the_adaptive_loss_leaves_out():
+    r = torch.tensor([1.0, NAN, INF, 2.0], requires_grad=True)
+    alpha, scale = torch.full((4,), 1.2, requires_grad=True), torch.full((4,), 2.0, requires_grad=True)
+    losses.adaptive(r, alpha=alpha, scale=scale, keep=torch.tensor([True, False, False, True])).backward()
+    for each in (r, alpha, scale):
+        assert (each.grad[1:3] == 0).all()
+        assert (each.grad[[0, 3]] != 0).all()
+        assert each.grad.isfinite().all()
+    assert losses.adaptive(r[:1], alpha=torch.tensor(-0.1)).isnan()
+    for alpha in (-1.0, INF):
+        with pytest.raises(
+            gg.errors.ArgumentValueError, match=r"(?s)adaptive\(\): `alpha` is .*no integral.*alpha=0.0"
+        ):
+            losses.adaptive(r, alpha=alpha)
+
+
 def test_alpha_at_two_has_a_finite_slope():
     alpha = torch.tensor(2.0, requires_grad=True)
     losses.barron(torch.tensor([0.0, 1.0, 1e4]), alpha=alpha).backward()

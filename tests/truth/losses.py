@@ -45,5 +45,8 @@ ROWS = [
             / max(math.ceil(x.numel() * 0.75), 1)
         ),
     ),
-    *[_robust(name) for name in ("huber", "cauchy", "welsch", "geman_mcclure", "tukey", "charbonnier", "barron")],
+    *[
+        _robust(name)
+        for name in ("huber", "cauchy", "welsch", "geman_mcclure", "tukey", "charbonnier", "barron", "adaptive")
+    ],
 ]

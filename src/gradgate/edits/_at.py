@@ -84,32 +84,32 @@ class Tree:
 
     def __getitem__(self, path: str | int) -> Any:
         """Give what stands at the path: an `At` for a tensor, a `Tree` for what contains some."""
-        if not isinstance(path, str) and (isinstance(self._tree, torch.nn.Module) or not _has(self._tree, path)):
-            raise ArgumentTypeError(
-                f"at(): `name` is None, and x is {_called(self._tree)}.",
-                why="one of its tensors must be named.",
-                fix=f"gg.at(model, {next(iter(_names(self._tree)), 'weight')!r})[idx].set(v)",
-            )
         full = f"{self._prefix}.{path}" if self._prefix else str(path)
         found = _at_path(self._tree, full)
-        if found is None and any(name.startswith(f"{full}.") for name in _names(self._tree)):
+        if found is not None and isinstance(found[0], torch.Tensor):
+            return At(_dense(found[0]), found[1])
+        names = list(_names(self._tree))
+        if any(name.startswith(f"{full}.") for name in names):
             return Tree(self._tree, full)
-        if found is None or not isinstance(found[0], torch.Tensor):
-            names = list(_names(self._tree))
-            near = nearest(full, names)
-            raise NothingMatchedError(
-                f"at(): there is no tensor {full!r} in {_called(self._tree)}.",
-                why=f"the nearest names are {listed(near)}." if near else f"it has {listed(names) or 'none'}.",
-                fix=f"gg.at(model, {(near or [*names, 'weight'])[0]!r})[idx].set(v)",
-            )
-        return At(_dense(found[0]), found[1])
+        if isinstance(path, str):
+            raise _not_there(full, self._tree, names)
+        raise ArgumentTypeError(
+            f"at(): `name` is None, and x is {_called(self._tree)}.",
+            why="one of its tensors must be named.",
+            fix=f"gg.at(model, {next(iter(names), 'weight')!r})[idx].set(v)",
+        )
 
     def __repr__(self) -> str:
         return f"at({_called(self._tree)})" + (f"[{self._prefix!r}]" if self._prefix else "")
 
 
-def _has(tree: Any, key: Any) -> bool:
-    return str(key) in map(str, children_of(tree) or ())
+def _not_there(name: str, tree: Any, names: list[str]) -> NothingMatchedError:
+    near = nearest(name, names)
+    return NothingMatchedError(
+        f"at(): there is no tensor {name!r} in {_called(tree)}.",
+        why=f"the nearest names are {listed(near)}." if near else f"it has {listed(names) or 'none'}.",
+        fix=f"gg.at(model, {(near or [*names, 'weight'])[0]!r})[idx].set(v)",
+    )
 
 
 def _names(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -219,8 +219,10 @@ def at(x: Any, name: str | None = None) -> At[Any] | Tree:
     tree = Tree(x)
     if name is None:
         return tree
-    chosen = tree[name]
-    return chosen if isinstance(chosen, At) else tree[f"{name}."]  # which is not there either
+    chosen: At[Any] | Tree = tree[name]
+    if isinstance(chosen, Tree):
+        raise _not_there(name, x, list(_names(x)))
+    return chosen
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from gradgate._names import describe
+from gradgate._patches import Patches
 from gradgate._torch_private import register_pytree_node
 from gradgate.errors import ArgumentValueError
 
@@ -108,21 +110,38 @@ register_pytree_node(
 _open = 0
 
 
+def _first_order(run: Callable[..., Any], order: int) -> Callable[..., Any]:
+    """Give backward or grad with an error for a second derivative, which would be wrong without a word."""
+
+    @functools.wraps(run)
+    def checked(*args: Any, **options: Any) -> Any:
+        if options.get("create_graph") or (len(args) > order and args[order]):
+            raise ArgumentValueError(
+                f"allow_overwrites(): torch.autograd.{run.__name__} is called with create_graph=True.",
+                why="what is kept of an overwritten tensor is a constant, so that second derivatives would be wrong.",
+                fix="y = gg.at(x)[idx].set(v)   # instead of x[idx] = v, without this scope",
+            )
+        return run(*args, **options)
+
+    return checked
+
+
 @contextmanager
 def allow_overwrites() -> Iterator[None]:
     """Let in-place edits overwrite what autograd has saved for backward: it keeps a copy of what they destroy.
 
     Without it, backward refuses with "one of the variables needed for gradient computation has been modified by an
     inplace operation". This is `torch.autograd.graph.allow_mutation_on_saved_tensors` as a scope that may be nested.
-    Forward and backward have to run inside it. A copy is made only of a tensor that is overwritten while it is needed,
-    but every operation inside passes through Python. docs/packages/edits.md has the measured cost; so use it around
-    code that you cannot change, and `gg.at` in your own.
+    Each operation is differentiated at the values that it saw. Forward and backward have to run inside the scope. A
+    copy is made only of what is overwritten while it is needed, but every operation passes through Python:
+    docs/packages/edits.md has the measured cost. Use it around code that you cannot change, and `gg.at` in your own.
 
     Returns:
         A context manager; it can decorate a function, too.
 
-    Gradient:
-        That of the program as it ran: each operation is differentiated at the values that it saw.
+    Raises:
+        ArgumentValueError: Inside, backward or grad is called with `create_graph=True`: torch keeps values, not their
+            history, and a second derivative would be wrong.
 
     Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -137,7 +156,10 @@ def allow_overwrites() -> Iterator[None]:
     if _open:  # torch's own cannot be nested
         yield
         return
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+    patches = Patches()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), patches.block():
+        for name, order in (("backward", 3), ("grad", 4)):  # where create_graph stands among the arguments
+            patches.put(vars(torch.autograd), name, _first_order(vars(torch.autograd)[name], order))
         _open += 1
         try:
             yield

@@ -11,6 +11,7 @@ from gradgate.losses._masked_loss import masked_loss
 from gradgate.losses._outliers import inliers, trimmed
 from gradgate.losses._reducing import reduce
 from gradgate.losses._robust import (
+    adaptive,
     barron,
     cauchy,
     charbonnier,
@@ -34,6 +35,7 @@ __all__ = [
     "tukey",
     "charbonnier",
     "barron",
+    "adaptive",
     "robust_weights",
     "record_decisions",
 ]

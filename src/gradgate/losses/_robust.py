@@ -1,4 +1,4 @@
-"""Losses that an outlier cannot dominate: huber, cauchy, welsch, geman_mcclure, tukey, charbonnier, barron.
+"""Losses that an outlier cannot dominate: huber, cauchy, welsch, geman_mcclure, tukey, charbonnier, barron, adaptive.
 
 All follow scipy's convention, `scale**2 * rho((r / scale)**2) / 2`: near 0 each of them is `r**2 / 2`, and `scale` is
 where a residual begins to count as large.
@@ -287,7 +287,8 @@ def barron(
 
     Args:
         residual: As in `huber`.
-        alpha: The shape; a number, or a tensor with finite values, which may learn.
+        alpha: The shape; a number, or a tensor with finite values, which may learn. But this loss falls with alpha at
+            every residual, so that a learned alpha runs away to -inf: `adaptive` holds it.
         scale: As in `huber`.
         keep: As in `huber`.
         weights: As in `huber`.
@@ -310,16 +311,8 @@ def barron(
         >>> torch.allclose(gg.losses.barron(r, alpha=1.0), gg.losses.charbonnier(r))
         True
     """
-    if isinstance(alpha, torch.Tensor):
-        check_tensor(residual, name="residual", function="losses.barron")
-        check_fits(alpha, residual, name="alpha", function="losses.barron")
-    elif not isinstance(alpha, Real):
-        raise ArgumentTypeError(
-            f"losses.barron(): `alpha` is {describe(alpha)}.",
-            why="it is the shape of the loss, as a number.",
-            fix="alpha=1.0",
-        )
-    elif math.isinf(alpha):
+    _check_alpha(alpha, residual, function="losses.barron")
+    if not isinstance(alpha, torch.Tensor) and math.isinf(alpha):
         if alpha > 0:
             raise ArgumentValueError(
                 "losses.barron(): `alpha` is inf.",
@@ -329,17 +322,108 @@ def barron(
         return welsch(residual, scale=scale * math.sqrt(2), keep=keep, weights=weights, reduction=reduction)
 
     def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
-        shape = torch.as_tensor(alpha, dtype=r.dtype, device=r.device)
-        b = (shape - 2).abs().clamp(min=1e-3)
-        logarithm = _log1p_square(r / s / b.sqrt())
-        t = shape / 2 * logarithm
-        # (exp(t) - 1) / alpha, by its series where alpha or the residual is near 0.
-        near = t.abs() < 1e-3
-        series = logarithm / 2 * (1 + t / 2 * (1 + t / 3 * (1 + t / 4)))
-        away = _expm1(torch.where(near, 1, t)) / torch.where(near, 1, shape)
-        return s**2 * b * torch.where(near, series, away)
+        return s**2 * _general(r / s, torch.as_tensor(alpha, dtype=r.dtype, device=r.device))
 
     return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.barron")
+
+
+def adaptive(
+    residual: torch.Tensor,
+    *,
+    alpha: float | torch.Tensor = 1.0,
+    scale: Scale = 1.0,
+    keep: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> torch.Tensor:
+    """Give Barron's adaptive loss, the negative log-likelihood of residuals: alpha and scale learn and do not run away.
+
+    A more robust shape, and a larger scale, make each residual cheaper, and the density lower by as much as its
+    integral grows. So what is learned is the alpha and the scale under which the residuals are the most likely.
+
+    Args:
+        residual: As in `huber`.
+        alpha: The shape, 0 (Cauchy) or more; 2 is a normal distribution. A number, or a tensor, which may learn, of one
+            value or one for each channel: `2 * torch.sigmoid(parameter)`. A tensor gives NaN where it is beneath 0,
+            because the density has no integral there.
+        scale: As in `huber`; to learn it, `torch.nn.functional.softplus(parameter)`.
+        keep: As in `huber`.
+        weights: As in `huber`.
+        reduction: As in `huber`.
+
+    Returns:
+        barron(residual, alpha, scale) / scale^2 + log(scale) + log Z(alpha), with Z the integral of exp(-loss) at the
+        scale 1: sqrt(2 pi) for alpha = 2, pi sqrt(2) for 0.
+
+    Raises:
+        ArgumentTypeError: alpha is not a number.
+        ArgumentValueError: As in `huber`, or alpha is beneath 0 or infinite.
+
+    Gradient:
+        That of `barron` over scale^2 to the residual, and that of all three terms to alpha and scale. At alpha = 2 as
+        in `barron`. Exactly 0 to what is left out, and nothing from it to alpha and scale.
+
+    Examples:
+        >>> normal = -torch.distributions.Normal(0.0, 3.0).log_prob(torch.tensor([1.0, 2.0])).mean()
+        >>> torch.allclose(gg.losses.adaptive(torch.tensor([1.0, 2.0]), alpha=2.0, scale=3.0), normal, atol=1e-3)
+        True
+    """
+    _check_alpha(alpha, residual, function="losses.adaptive")
+    if not isinstance(alpha, torch.Tensor) and not 0 <= alpha < math.inf:
+        raise ArgumentValueError(
+            f"losses.adaptive(): `alpha` is {describe(alpha)}.",
+            why="beneath 0 the density has no integral, so that there is no likelihood.",
+            fix="alpha=0.0   # Cauchy; losses.barron takes any alpha, as long as it does not learn",
+        )
+
+    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+        shape = torch.as_tensor(alpha, dtype=r.dtype, device=r.device)
+        logarithm = s.log() if isinstance(s, torch.Tensor) else math.log(s)
+        return _general(r / s, shape) + logarithm + _log_partition(shape)
+
+    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.adaptive")
+
+
+def _check_alpha(alpha: Any, residual: Any, *, function: str) -> None:
+    if isinstance(alpha, torch.Tensor):
+        check_fits(alpha, check_tensor(residual, name="residual", function=function), name="alpha", function=function)
+    elif not isinstance(alpha, Real):
+        raise ArgumentTypeError(
+            f"{function}(): `alpha` is {describe(alpha)}.",
+            why="it is the shape of the loss, as a number.",
+            fix="alpha=1.0",
+        )
+
+
+def _general(r: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
+    """Give Barron's general loss at the scale 1."""
+    b = (shape - 2).abs().clamp(min=1e-3)
+    logarithm = _log1p_square(r / b.sqrt())
+    t = shape / 2 * logarithm
+    # (exp(t) - 1) / alpha, by its series where alpha or the residual is near 0.
+    near = t.abs() < 1e-3
+    series = logarithm / 2 * (1 + t / 2 * (1 + t / 3 * (1 + t / 4)))
+    away = _expm1(torch.where(near, 1, t)) / torch.where(near, 1, shape)
+    return b * torch.where(near, series, away)
+
+
+def _log_partition(shape: torch.Tensor) -> torch.Tensor:
+    """Give the logarithm of the integral of exp(-loss) over all residuals at the scale 1, for each alpha."""
+    # x = sinh(pi / 2 sinh t) makes every tail between exp(-x^2) and 1 / x^2 fall twice exponentially, and the sum over
+    # equal steps of t is then exact to the last digits. It is even in t.
+    wide = shape.to(torch.float32 if shape.device.type == "mps" else torch.float64).unsqueeze(-1)
+    t = torch.arange(_NODES + 1, dtype=wide.dtype, device=wide.device) * _STEP
+    inner = math.pi / 2 * t.sinh()
+    measure = (inner.cosh() * t.cosh()).log() + torch.where(t == 0, 0.5, 1).log() + math.log(math.pi * _STEP)
+    nodes = inner.sinh()
+    # What adds nothing must not be infinite either: 0 times that is what would come back to alpha.
+    nothing = measure - _general(nodes, wide.detach()) < -80
+    scores = measure - _general(torch.where(nothing, 0, nodes), wide)
+    found = torch.logsumexp(torch.where(nothing, -math.inf, scores), -1)
+    return torch.where(shape < 0, math.nan, found.to(shape.dtype))
+
+
+_STEP, _NODES = 1 / 16, 66  # up to residuals of 1e20: beyond, 1 / x^2 has nothing to add
 
 
 def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *, scale: Scale = 1.0) -> torch.Tensor:
