@@ -139,7 +139,7 @@ def test_interpolation_and_q_are_checked():
         masked.quantile(X, "a")
     with pytest.raises(ArgumentValueError, match="`q` has 95"):
         masked.quantile(X, 95)
-    with pytest.raises(ArgumentValueError, match="room for one dimension of them"):
+    with pytest.raises(ArgumentValueError, match="at most one dimension"):
         masked.quantile(X, torch.zeros(2, 2))
     assert masked.quantile(X, torch.tensor([0.5, 1.5])).isnan().tolist() == [False, True]
     with pytest.raises(ArgumentValueError, match=r"`q` has 1\.5"):

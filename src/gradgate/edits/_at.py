@@ -122,7 +122,7 @@ def _names(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _children(tree: Any) -> dict[Any, Any]:
-    if isinstance(tree, torch.Tensor | str | bytes | type):
+    if isinstance(tree, (torch.Tensor, str, bytes, type)):
         return {}
     return dict(State.of(tree)) if isinstance(tree, torch.nn.Module) else children_of(tree) or {}
 
@@ -142,7 +142,7 @@ def _at_path(tree: Any, path: str) -> tuple[Any, Callable[[Any], Any]] | None:
             def whole(new: Any, inside: Any = inside, child: Any = child) -> Any:
                 changed = inside(new)
                 parts = {name: changed if old is child else old for name, old in children.items()}
-                if isinstance(tree, State | torch.nn.Module):
+                if isinstance(tree, (State, torch.nn.Module)):
                     return State(parts, tree.module if isinstance(tree, State) else tree)
                 return parts if type(tree) is dict else rebuilt(tree, parts)
 
@@ -208,8 +208,8 @@ def at(x: Any, name: str | None = None) -> At[Any] | Tree:
                 fix="gg.at(x)[idx].set(v)",
             )
         return At(_dense(x), _itself)
-    if not isinstance(x, torch.nn.Module | Mapping) and not any(
-        isinstance(leaf, torch.Tensor | torch.nn.Module) for leaf in leaves_of(x)
+    if not isinstance(x, (torch.nn.Module, Mapping)) and not any(
+        isinstance(leaf, (torch.Tensor, torch.nn.Module)) for leaf in leaves_of(x)
     ):
         raise ArgumentTypeError(
             f"at(): `x` is {describe(x)}.",
