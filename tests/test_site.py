@@ -1,7 +1,12 @@
 """The documentation as a whole: every page is in the navigation, and one that stands for another file is that file."""
 
 import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import click
 import pytest
@@ -80,6 +85,55 @@ def test_links_between_pages_lead_somewhere(page):
     for target in LINK.findall((DOCS / page).read_text(encoding="utf-8")):
         if "://" not in target:
             assert (DOCS / page).parent.joinpath(target).resolve().is_file(), target
+
+
+class Page(HTMLParser):
+    """The links of a built page, and what can be linked to on it."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors = [], set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.anchors |= {attributes[name] for name in ("id", "name") if attributes.get(name)}
+        self.links += [attributes[name] for name in ("href", "src") if attributes.get(name)]
+
+
+@pytest.mark.slow
+def test_the_built_site_has_no_dead_link_and_every_page_is_near(tmp_path):
+    """Every link and anchor leads somewhere, and every page is at most three clicks from the first."""
+    pytest.importorskip("zensical")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)  # Not a link: the site is built beside the file.
+    shutil.copytree(DOCS, tmp_path / "docs")
+    for name in ("src", "examples", "LIMITATIONS.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    build = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = tmp_path / "site"
+    pages = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) >= len(PAGES)
+    leads, dead = {path: set() for path in pages}, []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchor = unquote(parts.fragment)
+            if not target.is_file() or (anchor and target in pages and anchor not in pages[target].anchors):
+                dead.append((str(path.relative_to(site)), link))
+            leads[path].add(target)
+    assert not dead
+    near, edge = {site / "index.html"}, {site / "index.html"}
+    for _ in range(3):
+        edge = {target for path in edge for target in leads[path] if target in pages} - near
+        near |= edge
+    assert set(pages) <= near
+    assert "recipes" in (site / "search.json").read_text(encoding="utf-8").lower()
 
 
 def commands(group, words):
