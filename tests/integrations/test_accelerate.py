@@ -199,3 +199,80 @@ def test_two_processes_agree_and_end():
         assert other_same
         assert total == other_total, "the ranks have the same weights"
         assert (ids, other_ids) == ([], ["5", "14"])
+
+
+# --- loss spikes ----------------------------------------------------------------------------------------------------
+
+
+class Ruinous(torch.utils.data.Dataset):
+    """Samples in order; some of them, all finite, ruin the weights."""
+
+    def __init__(self, bad=(), without=()):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(240, 3, generator=generator)
+        self.y = self.x.sum(1)
+        self.y[list(bad)] *= 1e4
+        self.rows = [row for row in range(240) if row not in without]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, place):
+        row = self.rows[place]
+        return self.x[row], self.y[row]
+
+
+def rewound(data, tmp_path=None, stop=None, **settings):
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, **settings)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    loader = DataLoader(data, batch_size=2, generator=torch.Generator())  # a seed of its own for each epoch
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    guard = AcceleratedGuard(accelerator, model, rewind={"every": 5})
+    if tmp_path is not None and stop is None:
+        accelerator.load_state(tmp_path)
+    for made, batch in enumerate(guard.batches(loader), 1):
+        with accelerator.accumulate(model):
+            guard.backward(batch, lambda batch: (model(batch[0])[:, 0] - batch[1]).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if made == stop:
+            accelerator.save_state(tmp_path)
+            break
+    return accelerator.unwrap_model(model), optimizer, guard
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_loss_spike_costs_some_batches(window):
+    bad = range(160, 160 + 6 * window)
+    model, optimizer, guard = rewound(Ruinous(bad), gradient_accumulation_steps=window)
+    (done,) = guard.rewind.rewinds
+    assert done.exact
+    first = 160 // (2 * window)
+    assert set(done.skipped) >= {first, first + 1, first + 2}
+    skipped = {step * window * 2 + row for step in done.skipped for row in range(2 * window)}
+    clean, expected, other = rewound(Ruinous(bad, without=skipped), gradient_accumulation_steps=window)
+    assert not other.rewind.rewinds
+    assert equal(model.state_dict(), clean.state_dict())
+    assert str(optimizer.state_dict()) == str(expected.state_dict())
+    assert guard.global_step == other.global_step == 120 // window - len(done.skipped)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_rewind_is_saved_and_loaded_with_the_accelerator(tmp_path):
+    whole, _, _ = rewound(Ruinous(range(160, 166)))
+    rewound(Ruinous(range(160, 166)), tmp_path, stop=86)  # among the batches that come again
+    resumed, _, guard = rewound(Ruinous(range(160, 166)), tmp_path)
+    assert equal(whole.state_dict(), resumed.state_dict())
+    assert len(guard.rewind.rewinds) == 1
+
+
+def test_rewind_needs_an_optimizer():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(ArgumentTypeError, match="`rewind` is given, and no optimizer is prepared"):
+        AcceleratedGuard(accelerator, model, rewind={})

@@ -1,8 +1,8 @@
 """`gradgate` on the command line; each command loads its package only when it runs.
 
 Ends with 0 when all went well, 1 when something could not be done (the reason is on stderr), 2 when the command was
-written wrongly. `doctor` ends as the script ends. `replay` ends with 3 when the same fault came again, and with 4 when
-another one did.
+written wrongly. `doctor` and `modes` end as the script ends. `replay` ends with 3 when the same fault came again, and
+with 4 when another one did.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _COMMANDS = {
     "doctor": ("gradgate.cli._doctor", "Run a script of yours and say why it does not learn."),
     "demo": ("gradgate.cli.demo", "Why this library exists, on real data, in under two minutes."),
     "ledger": ("gradgate.cli._ledger_commands", "What was dropped, why, and what was decided about it."),
+    "modes": ("gradgate.cli._doctor", "Run a script of yours and list the lines that switch recording off."),
     "report": ("gradgate.cli._report", "What happened, on one page; with --serve while it happens."),
     "replay": ("gradgate.cli._replay", "Run one recorded sample again, or make a test of it."),
 }

@@ -1,12 +1,15 @@
-"""`gradgate doctor`: why does this script not learn?"""
+"""`gradgate doctor` and `gradgate modes`: why does this script not learn, and where does it not record?"""
 
 from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import click
+
+from gradgate.cli._output import show_table
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -18,6 +21,11 @@ def _in_a_folder(ctx: click.Context, parameter: click.Parameter, path: Path | No
     if not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.parent}.")
     return path.absolute()
+
+
+def _check_script(script: str, as_module: bool) -> None:
+    if not as_module and not Path(script).is_file():
+        raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -69,8 +77,7 @@ def doctor(
 
     from gradgate.doctor import Diagnosis, ScriptReport, examine_script
 
-    if not as_module and not Path(script).is_file():
-        raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
+    _check_script(script, as_module)
     console, terminal = Console(highlight=False, soft_wrap=True), Console(stderr=True)
     printed: list[Diagnosis] = []
 
@@ -110,3 +117,41 @@ def doctor(
     tell(report)
     failed = fail_on != "never" and bool(report.diagnosis.at_least(fail_on))
     ctx.exit(report.exit_code or int(failed))
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--json", "json_path", type=_FILE, callback=_in_a_folder, metavar="FILE", help="Write the list as JSON.")
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m package.train.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def modes(ctx: click.Context, json_path: Path | None, as_module: bool, script: str, args: tuple[str, ...]) -> None:
+    """Run SCRIPT with its own ARGS, unchanged, and list every line that switched recording off.
+
+    Each line comes with how often it did, how long recording was off, how many calls of torch and which modules ran
+    meanwhile, and whether it was left off. Ends as the script ends.
+
+    Example: gradgate modes train.py --epochs 1
+    """
+    from gradgate.doctor import examine_modes
+
+    _check_script(script, as_module)
+    report = examine_modes(script, args, module=as_module)
+    if json_path is not None:
+        json_path.write_text(json.dumps(asdict(report), indent=2), encoding="utf-8")
+    show_table(
+        ["where", "times", "seconds", "calls", "modules", "line"],
+        [
+            (
+                gap.where,
+                gap.times,
+                f"{gap.seconds:.3f}{', left off' if gap.left else ''}",
+                gap.operations,
+                ", ".join(gap.modules),
+                gap.source,
+            )
+            for gap in report.gaps
+        ],
+        title=f"recording was off for {sum(gap.seconds for gap in report.gaps):.3f} of {report.seconds:.3f} s",
+    )
+    ctx.exit(report.exit_code)

@@ -3,9 +3,22 @@
 from gradgate._names import suggest_names
 from gradgate.doctor._diagnose import Tracing, diagnose, trace
 from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._recording import ModesReport, RecordingGap, examine_modes
 from gradgate.doctor._script import ScriptReport, examine_script
 from gradgate.doctor._watch import Watch, watch
 
-__all__ = ["Diagnosis", "ScriptReport", "Tracing", "Watch", "diagnose", "examine_script", "trace", "watch"]
+__all__ = [
+    "Diagnosis",
+    "ModesReport",
+    "RecordingGap",
+    "ScriptReport",
+    "Tracing",
+    "Watch",
+    "diagnose",
+    "examine_modes",
+    "examine_script",
+    "trace",
+    "watch",
+]
 
 suggest_names(__name__)

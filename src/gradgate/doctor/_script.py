@@ -79,7 +79,7 @@ class _Ended(BaseException):
 
 
 @dataclass(frozen=True)
-class _Program:
+class Program:
     """What to run: a file, or a module as in `python -m`."""
 
     name: str  # as it stands on the command line
@@ -95,7 +95,7 @@ class _Program:
         return [self.file] if self.package is None else ["-m", self.name]
 
 
-def _program(path: str | os.PathLike[str], module: bool) -> _Program:
+def program_at(path: str | os.PathLike[str], module: bool) -> Program:
     if module:
         return _module_program(os.fspath(path))
     file = Path(path).resolve()
@@ -108,10 +108,10 @@ def _program(path: str | os.PathLike[str], module: bool) -> _Program:
         with io.open_code(str(file)) as opened:
             return compile(opened.read(), str(file), "exec")
 
-    return _Program(str(file), str(file), None, str(file.parent), code)
+    return Program(str(file), str(file), None, str(file.parent), code)
 
 
-def _module_program(name: str) -> _Program:
+def _module_program(name: str) -> Program:
     sys.path.insert(0, os.getcwd())
     try:
         spec = importlib.util.find_spec(name)
@@ -128,7 +128,40 @@ def _module_program(name: str) -> _Program:
             why="a module is looked for as `python -m` does: from the working directory, then where packages are.",
             fix="gradgate doctor -m package.train --epochs 1     # from the folder that holds `package`",
         )
-    return _Program(name, spec.origin, spec.parent, os.getcwd(), lambda: loader.get_code(spec.name), spec)
+    return Program(name, spec.origin, spec.parent, os.getcwd(), lambda: loader.get_code(spec.name), spec)
+
+
+def run_main(program: Program, args: Sequence[str], main: types.ModuleType) -> tuple[int, BaseException | None, str]:
+    """Run a program as Python does; return its exit code, what it raised and the message that it ended with."""
+    main.__dict__.update(
+        __file__=program.file, __builtins__=__builtins__, __package__=program.package, __spec__=program.spec
+    )
+    saved = sys.argv, sys.path[0], sys.modules["__main__"]
+    sys.argv, sys.path[0] = [program.file, *args], program.folder
+    sys.modules["__main__"] = main
+    random.seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
+    try:
+        exec(program.code(), main.__dict__)
+    except _Enough:
+        return 0, None, ""
+    except _Ended as error:
+        return error.exit_code, None, ""
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0, None, ""
+        message = text_of(error.code)
+        sys.stderr.write(visible(message, lines=True) + "\n")
+        return 1, None, message
+    except KeyboardInterrupt as error:
+        show_error(error)
+        return 130, None, ""
+    except BaseException as error:  # noqa: BLE001 - the script's own fault, shown as Python shows it
+        return 1, error, ""
+    finally:
+        sys.argv, sys.path[0], sys.modules["__main__"] = saved
+    return 0, None, ""
 
 
 class _Run:
@@ -136,7 +169,7 @@ class _Run:
 
     def __init__(
         self,
-        program: _Program,
+        program: Program,
         first: int,
         count: int | None,
         steps: int | None,
@@ -164,18 +197,7 @@ class _Run:
 
     def run(self, args: Sequence[str]) -> tuple[int, BaseException | None]:
         """Run the script to its end; return its exit code and what it raised."""
-        program = self.program
-        self.main.__dict__.update(
-            __file__=program.file, __builtins__=__builtins__, __package__=program.package, __spec__=program.spec
-        )
-        saved = sys.argv, sys.path[0], sys.modules["__main__"]
-        sys.argv, sys.path[0] = [program.file, *args], program.folder
-        sys.modules["__main__"] = self.main
-        random.seed(_SEED)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(_SEED)
         raised: BaseException | None = None
-        exit_code = 0
         self.tracing.__enter__()
         # After the tracer's own, so that a step that only begins to be traced here is not taken for one that was.
         hooks = (
@@ -186,27 +208,12 @@ class _Run:
         try:
             if self.first:
                 self.tracing.pause()
-            exec(program.code(), self.main.__dict__)
-        except _Enough:
-            exit_code = 0
-        except _Ended as error:
-            exit_code = error.exit_code
-        except SystemExit as error:
-            exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            if error.code is not None and not isinstance(error.code, int):
-                self.message = text_of(error.code)
-                sys.stderr.write(visible(self.message, lines=True) + "\n")
-        except KeyboardInterrupt as error:
-            _show(error)
-            exit_code = 130
-        except BaseException as error:  # noqa: BLE001 - the script's own fault, shown as Python shows it
-            raised, exit_code = error, 1
+            exit_code, raised, self.message = run_main(self.program, args, self.main)
         finally:
             torch.autograd.backward = backward
             self.tracing.__exit__(type(raised) if raised else None, raised, None)
             for hook in hooks:
                 hook.remove()
-            sys.argv, sys.path[0], sys.modules["__main__"] = saved
         return exit_code, raised
 
     def report(self, exit_code: int, raised: BaseException | None = None) -> ScriptReport:
@@ -338,7 +345,7 @@ def examine_script(
         >>> report.exit_code, report.steps, report.diagnosis.findings[0].title
         (0, 3, 'gradients grow from step to step: zero_grad is missing')
     """
-    program = _program(path, module)
+    program = program_at(path, module)
     surroundings = os.getcwd(), dict(os.environ)
     alone = from_step is not None
     run = _Run(program, from_step or 0, None if whole else 2, steps, on_traced, progress)
@@ -346,7 +353,7 @@ def examine_script(
     with _exits_told(run, at_exit), _ending(timeout):
         exit_code, raised = run.run(args)
     if raised is not None and not alone:
-        _show(raised)
+        show_error(raised)
     if os.getpid() != process:  # The script forked, and this is its child, which has come to its end.
         sys.exit(exit_code)
     report = run.report(exit_code, raised)
@@ -408,7 +415,7 @@ def _ending(timeout: float | None) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _show(error: BaseException) -> None:
+def show_error(error: BaseException) -> None:
     """Print a traceback as Python does, without the frames of the doctor."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown
@@ -419,7 +426,7 @@ def _show(error: BaseException) -> None:
     sys.stderr.write(visible("".join(shown.format()), lines=True))
 
 
-def _module_hint(program: _Program, raised: BaseException | None) -> str:
+def _module_hint(program: Program, raised: BaseException | None) -> str:
     """Return the command for a script with relative imports, which is a module of a package."""
     if not isinstance(raised, ImportError) or "relative import" not in text_of(raised) or program.package is not None:
         return ""
@@ -432,7 +439,7 @@ def _module_hint(program: _Program, raised: BaseException | None) -> str:
 
 
 def _again(
-    program: _Program,
+    program: Program,
     args: Sequence[str],
     step: int,
     raised: BaseException | None,

@@ -7,7 +7,7 @@ returns them as they are, and every process trains on all data.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from accelerate import Accelerator, DistributedType
 from gradgate._loader_link import follow
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard import Guard, GuardResult
+from gradgate.ledger import Ledger
 from gradgate.loading import ResilientLoader
+from gradgate.rewind import Rewind
 
 __all__ = ["AcceleratedGuard"]
 
@@ -38,10 +40,16 @@ class AcceleratedGuard(Guard):
         accelerator: The accelerator.
         model: The model that `accelerator.prepare` gave, or several.
         ledger: As for `Guard`.
+        rewind: Options of `gg.Rewind`, `{}` for its defaults: after a loss spike, model, optimizers, schedulers, scaler
+            and guard return to a snapshot. Prepare them before, and take batches from `guard.batches(loader)`.
         **options: What else `Guard` takes.
 
+    Attributes:
+        rewind: The `Rewind`, or None.
+
     Raises:
-        ArgumentTypeError: DeepSpeed or Megatron-LM has the backward pass, or the model is not prepared.
+        ArgumentTypeError: DeepSpeed or Megatron-LM has the backward pass, or the model is not prepared, or there is a
+            `rewind` and no optimizer is prepared.
 
     Examples:
         >>> accelerator = Accelerator(cpu=True)
@@ -54,7 +62,15 @@ class AcceleratedGuard(Guard):
         '105'
     """
 
-    def __init__(self, accelerator: Accelerator, model: Any, ledger: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        ledger: Any = None,
+        *,
+        rewind: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ArgumentTypeError(
                 f"AcceleratedGuard(): the accelerator uses {accelerator.distributed_type.value}.",
@@ -76,6 +92,23 @@ class AcceleratedGuard(Guard):
             follow(loader, None, self)
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
+        self._losses: list[torch.Tensor] = []  # of the optimizer step that is being made
+        self.rewind: Rewind | None = None
+        if rewind is not None:
+            if not accelerator._optimizers:
+                raise ArgumentTypeError(
+                    "AcceleratedGuard(): `rewind` is given, and no optimizer is prepared.",
+                    why="its state has to return to the snapshot together with the model's.",
+                    fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # before the guard",
+                )
+            parts = [*modules, *(one.optimizer for one in accelerator._optimizers)]
+            parts += [*(one.scheduler for one in accelerator._schedulers), self, _Accumulated(accelerator)]
+            parts += [accelerator.scaler] if accelerator.scaler is not None else []
+            # One process records the suspects of all.
+            ledgers = [sink for sink in self._sinks if isinstance(sink, Ledger) and accelerator.is_main_process]
+            self.rewind = Rewind(*parts, **{"ledger": ledgers[0] if ledgers else None, **rewind})
+            if accelerator.num_processes == 1:
+                accelerator.register_for_checkpointing(self.rewind)
 
     def backward(self, batch: Any, loss_fn: Callable[[Any], Any], ids: Any = None, **_: Any) -> GuardResult:
         """Make forward, loss and backward of a batch, in place of `accelerator.backward(loss)`.
@@ -92,19 +125,58 @@ class AcceleratedGuard(Guard):
         accelerator, step = self._accelerator, self.global_step
         made, per_step = self._window[0], accelerator.gradient_accumulation_steps
         result = super().backward(batch, loss_fn, ids, scaler=accelerator.scaler, accumulate=per_step)
+        self._losses.append(result.loss)
         if accelerator.sync_gradients:
             self._move_to(step + 1, 0, per_step)
         else:
             self._move_to(step, made + 1, per_step)
         return result
 
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Give the batches of a prepared loader; with `rewind`, after a spike, the innocent ones again.
+
+        Args:
+            loader: The prepared loader.
+
+        Returns:
+            The batches, for one loop. The loss of a step is observed when the loop asks for the batch after it, or
+            saves a checkpoint.
+        """
+        return super().batches(loader) if self.rewind is None else self._observed(self.rewind, loader)
+
+    def _observed(self, rewind: Rewind, loader: Iterable[Any]) -> Iterator[Any]:
+        self._losses.clear()
+        for batch in rewind.batches(loader):
+            yield batch
+            self._observe()
+
+    def _observe(self) -> None:
+        """Observe the step that was just made, unless that is done."""
+        if self.rewind is not None and self._losses and self._accelerator.sync_gradients:
+            losses, self._losses = self._losses, []
+            self.rewind.observe(torch.stack(losses).mean())
+
     def _save(self, models: Any, weights: Any, folder: str) -> None:
+        self._observe()  # a checkpoint lies between two steps
         if self._accelerator.is_main_process:
             (Path(folder) / STATE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
 
     def _load(self, models: Any, folder: str) -> None:
         if (path := Path(folder) / STATE).exists():  # it does not in checkpoints from before there was a guard
             self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+class _Accumulated:
+    """How many batches an accelerator has accumulated; a rewind puts it back."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._accelerator.step = state["step"]
 
 
 def _preparing_resilient(prepare: Callable[..., Any]) -> Callable[..., Any]:

@@ -381,8 +381,11 @@ class Rewind:
     def _position(self) -> tuple[int, int, Any]:
         """Give where in its epoch the loader is, with its state if it has one."""
         loader: Any = self._loader
-        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        return self._epoch, self._pulled, copy.deepcopy(loader.state_dict()) if stateful else None
+        try:
+            state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "load_state_dict") else None
+        except AttributeError:  # loaders of Accelerate have the method, and a state only in some of their settings
+            state = None
+        return self._epoch, self._pulled, state
 
     def _take(self, position: tuple[int, int, Any]) -> None:
         snapshot = self._spare.pop() if self._spare else StateSnapshot(self._parts)
