@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gradgate.freezing import train_only as train_only
     from gradgate.freezing import train_rows as train_rows
     from gradgate.freezing import trainable as trainable
+    from gradgate.gates import AdaptiveClip as AdaptiveClip
     from gradgate.gates import ClipGrad as ClipGrad
     from gradgate.gates import FiniteGrad as FiniteGrad
     from gradgate.gates import Gate as Gate
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
 
 # Each public name and the package that defines it; tests/test_contracts.py keeps this equal to the imports above.
 _PACKAGE_OF = {
+    "AdaptiveClip": "gates",
     "ClipGrad": "gates",
     "Diagnosis": "doctor",
     "Finding": "records",

@@ -1,6 +1,7 @@
 """What a gradient meets on its way back: gates that leave the values alone and act on the gradient."""
 
 from gradgate._names import suggest_names
+from gradgate.gates._adaptive import AdaptiveClip as AdaptiveClip
 from gradgate.gates._assertion import check as check
 from gradgate.gates._functions import clip_grad as clip_grad
 from gradgate.gates._functions import finite_grad as finite_grad
@@ -29,6 +30,7 @@ __all__ = [
     "ReverseGrad",
     "ClipGrad",
     "FiniteGrad",
+    "AdaptiveClip",
 ]
 
 suggest_names(__name__)
