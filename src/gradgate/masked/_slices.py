@@ -487,7 +487,8 @@ def mask_of(
         raise _not_dense(x, "x", function)
     mask: Tensor | None = None
     if isinstance(keep, Tensor):
-        mask = check_keep(keep, x, function=function)
+        plain = keep.dtype is torch.bool and keep.shape == x.shape and keep.device == x.device
+        mask = keep if plain else check_keep(keep, x, function=function)
     elif keep is not None:
         mask = agreed(keep, (x,), x, function=function)
     if mask is not None and mask.layout is not torch.strided:
