@@ -2,7 +2,7 @@
 
 import type { LedgerData } from "./data";
 import { copyButton, h } from "./dom";
-import { count, moment, quoted, short, visible } from "./format";
+import { count, moment, quoted, short, visible, zone } from "./format";
 import { preview } from "./preview";
 
 export function details(ledger: LedgerData, row: number): HTMLElement {
@@ -18,7 +18,7 @@ export function details(ledger: LedgerData, row: number): HTMLElement {
     ["Stage", text.stage.at(row)],
     ["Where", text.where.at(row)],
     ["Module", text.module.at(row)],
-    ["Time", moment(numbers.time[row]!)],
+    ["Time", `${moment(numbers.time[row]!)} ${zone(numbers.time[row]!)}`],
     ["Run", text.run.at(row)],
     ["Epoch", whole(numbers.epoch[row])],
     ["Step", whole(numbers.step[row])],

@@ -28,6 +28,14 @@ export function moment(milliseconds: number, seconds = true): string {
   return `${day} ${pad(date.getHours())}:${pad(date.getMinutes())}${seconds ? `:${pad(date.getSeconds())}` : ""}`;
 }
 
+/** The zone of `moment`: UTC, UTC+01:00. */
+export function zone(milliseconds: number = Date.now()): string {
+  const minutes = -new Date(milliseconds).getTimezoneOffset();
+  if (!minutes) return "UTC";
+  if (Number.isNaN(minutes)) return "";
+  return `UTC${minutes > 0 ? "+" : "−"}${pad(Math.floor(Math.abs(minutes) / 60))}:${pad(Math.abs(minutes) % 60)}`;
+}
+
 /** How long something took, in the two largest units. */
 export function duration(milliseconds: number): string {
   if (!Number.isFinite(milliseconds)) return "–";

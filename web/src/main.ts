@@ -3,10 +3,11 @@
 import { embedded, type Diagnosis, type PageData } from "./data";
 import { empty, h, section } from "./dom";
 import { findingsSection } from "./findings";
-import { moment, visible } from "./format";
+import { moment, visible, zone } from "./format";
 import { GraphSection } from "./graph/graph";
 import { layersSection } from "./layers";
 import { Live } from "./live";
+import { rewindsSection } from "./rewinds";
 import { Selection } from "./selection";
 import { summarySection } from "./summary";
 import { IncidentTable } from "./table";
@@ -22,6 +23,7 @@ class Page {
   private timeline: Timeline | null = null;
   private summary: HTMLElement | null = null;
   private worst: HTMLElement | null = null;
+  private rewinds: HTMLElement | null = null;
 
   constructor(private readonly live: Live | null) {}
 
@@ -40,7 +42,8 @@ class Page {
       this.table = new IncidentTable(this.selection);
       this.timeline = new Timeline(this.selection);
       this.worst = this.makeWorst(this.selection);
-      sections.push(this.timeline.element, this.worst, this.table.element);
+      this.rewinds = rewindsSection(data.ledger);
+      sections.push(this.timeline.element, ...(this.rewinds ? [this.rewinds] : []), this.worst, this.table.element);
       this.hideEmpty(data);
       after.push(() => this.timeline?.draw());
     }
@@ -55,6 +58,10 @@ class Page {
     this.summary = summary;
     selection.replace(data.ledger);
     this.timeline?.draw();
+    const rewinds = rewindsSection(data.ledger);
+    this.rewinds?.remove();
+    if (rewinds) this.timeline?.element.after(rewinds);
+    this.rewinds = rewinds;
     const worst = this.makeWorst(selection);
     this.worst?.replaceWith(worst);
     this.worst = worst;
@@ -114,7 +121,7 @@ function diagnosisSections(diagnosis: Diagnosis, after: (() => void)[]): HTMLEle
 }
 
 function foot(data: PageData): HTMLElement {
-  return h("footer", {}, `gradgate ${data.gradgate} · made ${moment(data.made * 1000)} · this page is complete in itself and asks nothing of any network`);
+  return h("footer", {}, `gradgate ${data.gradgate} · made ${moment(data.made * 1000)} ${zone(data.made * 1000)} · this page is complete in itself and asks nothing of any network`);
 }
 
 function fail(error: unknown): void {

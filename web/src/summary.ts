@@ -3,7 +3,7 @@
 import type { Diagnosis, LedgerData, PageData, Run } from "./data";
 import { h, section } from "./dom";
 import { tally } from "./findings";
-import { count, duration, moment, plural, visible } from "./format";
+import { count, duration, moment, plural, visible, zone } from "./format";
 
 export function summarySection(data: PageData): HTMLElement {
   const { ledger, diagnosis } = data;
@@ -41,14 +41,14 @@ function ledgerTiles(ledger: LedgerData): HTMLElement[] {
 
 function sentence(data: PageData): string {
   const { ledger } = data;
-  if (!ledger) return `made ${moment(data.made * 1000, false)}`;
+  if (!ledger) return `made ${moment(data.made * 1000, false)} ${zone(data.made * 1000)}`;
   const times = ledger.incidents.numbers.time.filter((time) => !Number.isNaN(time));
   const first = times[0];
   const last = times[times.length - 1];
   if (first === undefined || last === undefined) return "no incident";
-  if (last - first < 60_000) return first === last ? moment(first) : `${moment(first)} · within ${duration(last - first)}`;
+  if (last - first < 60_000) return `incidents at ${moment(first)} ${zone(first)}${first === last ? "" : ` · within ${duration(last - first)}`}`;
   const [day, end] = [moment(first, false).slice(0, 10), moment(last, false)];
-  return `${moment(first, false)} to ${end.startsWith(day) ? end.slice(11) : end} · ${duration(last - first)}`;
+  return `incidents from ${moment(first, false)} to ${end.startsWith(day) ? end.slice(11) : end} ${zone(last)} · over ${duration(last - first)}`;
 }
 
 const SHOWN = 12;
@@ -69,7 +69,7 @@ function runsTable(runs: Run[]): HTMLElement {
       h("td", { class: "mono clip", title: visible(args) }, visible([run.git_commit?.slice(0, 10), args].filter(Boolean).join("  "))),
     );
   };
-  const heads = ["Run", "Incidents", "Started", "Took", "Versions", "Commit and arguments"];
+  const heads = ["Run", "Incidents", `Started, ${zone()}`, "Took", "Versions", "Commit and arguments"];
   return h(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" },

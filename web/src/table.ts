@@ -1,12 +1,12 @@
 // The table of incidents: only the rows that can be seen are there, however many there are.
 
 import { empty, h, section } from "./dom";
-import { classOf, count, moment, plural, visible } from "./format";
+import { classOf, count, moment, plural, visible, zone } from "./format";
 import { details } from "./details";
 import type { Column, Filter, Selection } from "./selection";
 
 const COLUMNS: [Column, string][] = [
-  ["time", "Time"],
+  ["time", `Time, ${zone()}`],
   ["step", "Step"],
   ["sample", "Sample"],
   ["stage", "Stage"],

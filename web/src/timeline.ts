@@ -3,7 +3,7 @@
 import uPlot from "uplot";
 import type { Incidents } from "./data";
 import { h, section } from "./dom";
-import { count, moment } from "./format";
+import { count, moment, zone } from "./format";
 import type { Axis, Selection } from "./selection";
 import { onTheme, shade } from "./theme";
 
@@ -88,7 +88,7 @@ export class Timeline {
 
   constructor(private readonly selection: Selection) {
     const controls = h("div", { class: "controls" }, this.legend, this.axes);
-    this.element = section("timeline", "Incidents over time", "drag over the bars to narrow the table", controls, this.chart, this.reading);
+    this.element = section("timeline", "Incidents over time", `drag over the bars to narrow the table; times are ${zone()}`, controls, this.chart, this.reading);
     for (const axis of ["time", "step"] as const) {
       const button = h("button", { type: "button", "data-axis": axis }, axis === "time" ? "Time" : "Step");
       button.addEventListener("click", () => {
@@ -99,6 +99,7 @@ export class Timeline {
       this.axes.append(button);
     }
     onTheme(() => this.draw());
+    selection.onChange(() => this.mark());
     new ResizeObserver(() => this.fit()).observe(this.chart);
   }
 
@@ -123,6 +124,18 @@ export class Timeline {
       heights.push(bins.counts[at]!.map((value, bin) => value + (below?.[bin] ?? 0)));
     }
     this.plot = new uPlot(this.options(bins, shown), [this.xs(bins), ...heights.reverse()], this.chart);
+    this.mark();
+  }
+
+  /** Draw the range that the table is narrowed to. */
+  private mark(): void {
+    const { range } = this.selection.filter;
+    const plot = this.plot;
+    if (!plot) return;
+    const scale = this.axis === "time" ? 1000 : 1;
+    const place = (value: number): number => Math.min(plot.over.clientWidth, Math.max(0, plot.valToPos(value / scale, "x")));
+    const [left, right] = range?.axis === this.axis ? [place(range.low), place(range.high)] : [0, 0];
+    plot.setSelect({ left, top: 0, width: right - left, height: right > left ? plot.over.clientHeight : 0 }, false);
   }
 
   private show(axis: Axis): void {
@@ -186,7 +199,6 @@ export class Timeline {
     const low = plot.posToVal(plot.select.left, "x") * scale;
     const high = plot.posToVal(plot.select.left + plot.select.width, "x") * scale;
     this.selection.narrow({ range: { axis: this.axis, low, high } });
-    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
   }
 
   private drawLegend(names: string[], totals: number[]): void {
@@ -212,6 +224,9 @@ export class Timeline {
 
   private fit(): void {
     const width = Math.max(240, this.chart.clientWidth);
-    if (this.plot && Math.abs(this.plot.width - width) > 1) this.plot.setSize({ width, height: 200 });
+    if (this.plot && Math.abs(this.plot.width - width) > 1) {
+      this.plot.setSize({ width, height: 200 });
+      this.mark();
+    }
   }
 }

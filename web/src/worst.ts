@@ -40,6 +40,9 @@ export function worstSection(selection: Selection, show: () => void): HTMLElemen
     });
     return h("li", {}, button);
   });
-  const rest = words.length > SHOWN ? `the ${SHOWN} with most incidents, of ${count(words.length)}` : plural(words.length, "sample");
+  const least = counts[worst[worst.length - 1]!]!;
+  const tied = order.slice(SHOWN).filter((place) => counts[place] === least).length;
+  const ties = tied ? `; ${plural(tied, "more has", "more have")} ${plural(least, "incident")} too` : "";
+  const rest = words.length > SHOWN ? `the ${SHOWN} with most incidents, of ${count(words.length)}${ties}` : plural(words.length, "sample");
   return section("worst", "Worst samples", rest, h("ol", { class: "worst" }, ...entries));
 }

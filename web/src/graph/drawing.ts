@@ -67,7 +67,7 @@ function drawLine(line: Placed["lines"][number], thick: (norm: Norm) => number):
 }
 
 function cutSign(x: number, y: number, label: string): SVGGElement {
-  const width = label.length * 6.6 + 30;
+  const width = label.length * 7.3 + 30;
   return svg(
     "g",
     { class: "cut-sign", transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` },

@@ -65,6 +65,7 @@ export class GraphSection {
     this.skips.textContent = this.everyLine ? "Without the lines that skip modules" : `Also the ${plural(skipped, "line")} that ${skipped === 1 ? "skips" : "skip"} modules`;
     const picture = draw(this.placed, this.grouping.badPath());
     this.canvas.replaceChildren(picture);
+    this.level = this.grouping.depthShown(this.placed.boxes);
     this.depth.textContent = `${this.level} of ${this.grouping.deepest}`;
     this.size();
     const start = this.canvas.querySelector(`[data-box="${this.current}"]`) ?? this.canvas.querySelector("[data-box]");
@@ -89,9 +90,9 @@ export class GraphSection {
     return { width: this.canvas.clientWidth - 2, height: 650 };
   }
 
-  /** As large as can be seen as a whole, but never so small that it cannot be read. */
+  /** As large as can be seen as a whole, but never so small that it cannot be read: letters have 12 pixels or more. */
   private fit(): number {
-    return this.placed ? Math.max(0.75, scaleFor(this.placed, this.room())) : 1;
+    return this.placed ? Math.max(1, scaleFor(this.placed, this.room())) : 1;
   }
 
   private deepen(step: number): void {

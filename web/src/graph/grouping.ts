@@ -110,6 +110,11 @@ export class Grouping {
     return Math.max(0, ...this.depths);
   }
 
+  /** The depth of the deepest box that is drawn. */
+  depthShown(boxes: Box[]): number {
+    return Math.max(1, ...boxes.map((box) => this.depths[box.id] ?? 0));
+  }
+
   /** Open everything that is less deep than this. */
   openTo(depth: number): void {
     this.opened.clear();

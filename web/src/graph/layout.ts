@@ -33,16 +33,16 @@ export function labelOf(line: Line): string {
   return (first.where ?? first.code) + (line.cuts.length > 1 ? ` +${line.cuts.length - 1}` : "");
 }
 
-/** Down or across the screen: whichever can be seen larger. */
+/** Down or across the screen: whichever can be seen larger; across, if both can be read, because screens are wide. */
 export function place(grouping: Grouping, lines: Line[], room: { width: number; height: number }): Placed {
   const down = arrange(grouping, lines, "TB");
   const across = arrange(grouping, lines, "LR");
-  return scaleFor(across, room) > scaleFor(down, room) ? across : down;
+  return scaleFor(across, room) >= Math.min(1, scaleFor(down, room)) ? across : down;
 }
 
-/** How large it can be drawn to be seen as a whole. */
+/** How large it can be drawn to be seen as a whole; larger than this looks coarse. */
 export function scaleFor(placed: Placed, room: { width: number; height: number }): number {
-  return Math.min(1, room.width / placed.width, room.height / placed.height);
+  return Math.min(1.4, room.width / placed.width, room.height / placed.height);
 }
 
 function arrange(grouping: Grouping, lines: Line[], direction: "TB" | "LR"): Placed {
@@ -65,7 +65,7 @@ function arrange(grouping: Grouping, lines: Line[], direction: "TB" | "LR"): Pla
   for (const line of lines) {
     if (!shown.has(line.from) || !shown.has(line.to)) continue;
     const label = labelOf(line);
-    graph.setEdge(String(line.from), String(line.to), label ? { width: label.length * 7 + 36, height: 30, labelpos: "c" } : { width: 0, height: 0 });
+    graph.setEdge(String(line.from), String(line.to), label ? { width: label.length * 7.3 + 42, height: 30, labelpos: "c" } : { width: 0, height: 0 });
   }
   dagre.layout(graph);
   return collect(graph, boxes, lines, grouping, framed);
