@@ -28,7 +28,6 @@ from gradgate._torch_private import (
 )
 from gradgate._trees import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, TooManyBadSamples
-from gradgate.guard._outsiders import Outsiders
 from gradgate.guard._parts import OutOfMemory, StepInParts
 from gradgate.guard._result import (
     GuardResult,
@@ -44,7 +43,17 @@ from gradgate.guard._result import (
     refused,
 )
 from gradgate.guard._search import Dropped, Recovered, Recovery, raise_as_it_is
-from gradgate.guard._trial import Catch, LossFunction, LossTrial, Outcome, OutputTrial, Scaler, Trial, check_function
+from gradgate.guard._trial import (
+    Catch,
+    LossFunction,
+    LossTrial,
+    Outcome,
+    OutputTrial,
+    Outsiders,
+    Scaler,
+    Trial,
+    check_function,
+)
 from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
 from gradgate.guard.distributed._shared_step import SharedStep, even_batches
 from gradgate.ledger import Ledger

@@ -45,8 +45,7 @@ from gradgate._trees import (
     with_own_containers,
 )
 from gradgate.errors import GradgateError, TooManyBadSamples
-from gradgate.guard._outsiders import Outsiders
-from gradgate.guard._trial import Outcome, StepFault, Trial, advice, must_pass
+from gradgate.guard._trial import Outcome, Outsiders, StepFault, Trial, advice, must_pass
 from gradgate.records import Stage
 
 # --- Group testing --------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class WorkersLost(Exception):
         self.error = error
 
 
-class Watch:
+class WatchedWorkers:
     """Iterates over a loader, and ends with `WorkersLost` where a worker dies, or hangs for longer than `limit`."""
 
     def __init__(self, loader: DataLoader[Any], limit: float) -> None:
@@ -191,7 +191,7 @@ class WatchedEpoch:
         self._limit = limit
         self._record = record
         self._strikes = 0
-        self._watch: Watch | None = None
+        self._watch: WatchedWorkers | None = None
         self.requests = self._begin(None)
 
     def __iter__(self) -> WatchedEpoch:
@@ -220,7 +220,7 @@ class WatchedEpoch:
 
     def _begin(self, requests: Requests | None) -> Requests:
         while True:
-            self._watch = Watch(self.loader, self._limit)
+            self._watch = WatchedWorkers(self.loader, self._limit)
             try:
                 return self._watch.begin(self._asking, requests)
             except WorkersLost as gone:
@@ -277,7 +277,7 @@ class WatchedEpoch:
         rest, failed = list(places), dict[int, str]()
         while rest:
             each = Asking([requests.index_at(place) for place in rest], refill=False, single=True)
-            watch = Watch(self._make(each, 1), 2 * self._limit)
+            watch = WatchedWorkers(self._make(each, 1), 2 * self._limit)
             left = list(rest)
             try:
                 watch.begin(each, each.new())
