@@ -1,4 +1,4 @@
-"""`gradgate ledger`: list, show, stats, release, export, merge, sql."""
+"""`gradgate ledger`: list, show, stats, hardest, release, export, merge, sql."""
 
 from __future__ import annotations
 
@@ -75,6 +75,25 @@ def list_incidents(path: Path, limit: int, as_json: bool, filters: dict[str, Any
         for one in found
     ]
     show_table(columns, rows)
+
+
+@ledger.command()
+@click.argument("path", metavar="LEDGER", type=_FILE)
+@click.option("-k", "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="How many at most.")
+@click.option("--suspicious", is_flag=True, help="Only those whose loss is high and does not fall.")
+@json_option
+def hardest(path: Path, limit: int, suspicious: bool, as_json: bool) -> None:
+    """Show the samples with the largest losses, as `gg.Guard(history=True)` has seen them.
+
+    Example: gradgate ledger hardest run.ledger --suspicious
+    """
+    book = Ledger(path, read_only=True)
+    found = book.suspicious()[:limit] if suspicious else book.hardest(limit)
+    if as_json:
+        show_json([history.to_dict() for history in found])
+        return
+    rows = [(one.sample_id, f"{one.recent:.4g}", " ".join(f"{loss:.3g}" for loss in one.losses)) for one in found]
+    show_table(("sample", "recent", "losses"), rows)
 
 
 @ledger.command()

@@ -32,6 +32,7 @@ from gradgate.guard._parts import OutOfMemory, StepInParts
 from gradgate.guard._result import (
     GuardResult,
     IncidentRecorder,
+    LossHistory,
     Summary,
     Tally,
     Wishes,
@@ -102,6 +103,9 @@ class Guard:
             again, with the gradients added so that they are those of the mean over the batch; or "skip" it. The
             incident has no sample, and `result.exact` tells whether samples meet in the model or the loss, so that
             parts are not the whole. With several ranks only "raise".
+        history: Write the loss of every sample into the ledger, where the loss function gives one loss for each and the
+            ids are known: `ledger.hardest()`, `ledger.suspicious()`. They are written every 64 steps, with
+            `state_dict`, and at the end of `loop`. Not over ranks.
 
     Raises:
         ArgumentTypeError: The model is no module, or one that ranks share in a way that is not supported; `catch` holds
@@ -138,6 +142,7 @@ class Guard:
         min_kept: int = 1,
         run: str | None = None,
         out_of_memory: OutOfMemory = "raise",
+        history: bool = False,
     ) -> None:
         self._arguments = dict(locals())
         del self._arguments["self"]
@@ -180,6 +185,7 @@ class Guard:
         self._more = False
         self._others_have_more: bool | None = None
         self._window = (0, 1)
+        self._loss_history = self._history(ledger) if history else None
         self._first_row: int | None = None  # of the part that is made, where a batch is made in parts
 
     def __repr__(self) -> str:
@@ -238,10 +244,11 @@ class Guard:
             if ids is None and self._read_ids is not None:
                 read_ids(self._read_ids, batch, size)  # what is wrong about it is said at the first step
         self._refuse_nesting()
+        conclude = partial(self._result, size, first)
+        if self._loss_history is not None:
+            conclude = partial(self._noted, conclude, with_own_containers(batch), size, ids)
         try:
-            result, sums, tally, step = self._step(
-                trial, batch, size, writes, guests, ids, partial(self._result, size, first)
-            )
+            result, sums, tally, step = self._step(trial, batch, size, writes, guests, ids, conclude)
             # Python looks for interrupts after calls and at jumps. Unpacking is neither, and nothing that follows is:
             # an interrupt comes before, and everything is as before the step, or after the return.
             _ = [*sums]
@@ -298,6 +305,8 @@ class Guard:
                     scheduler.step()
             yield result
         self.epoch += 1
+        if self._loss_history is not None:
+            self._loss_history.write()
 
     def finish(self) -> torch.Tensor:
         """Divide the gradients by the count of all that was kept since the last call; then the optimizer may step.
@@ -414,6 +423,8 @@ class Guard:
         Returns:
             Plain values.
         """
+        if self._loss_history is not None:
+            self._loss_history.write()
         return {**self._tally.state_dict(), "epoch": self.epoch, "global_step": self.global_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -501,6 +512,15 @@ class Guard:
         self._log_counts(len(recovered.kept), tally)
         return result, tally, self.global_step + 1
 
+    def _noted(
+        self, conclude: Callable[..., tuple[GuardResult, Tally, int]], batch: Any, size: int, ids: Ids | None, *how: Any
+    ) -> tuple[GuardResult, Tally, int]:
+        """Conclude a step, and keep the losses of its samples."""
+        result, tally, step = conclude(*how)
+        if self._loss_history is not None and result.losses is not None:
+            self._loss_history.add(self._ids_of(batch, size, ids), result.kept, result.losses)
+        return result, tally, step
+
     def _log_counts(self, kept: int, tally: Tally) -> None:
         """Give the counters of a step to the logger, before the step counts: if that raises, no step was made."""
         if self._log is None:
@@ -580,6 +600,16 @@ class Guard:
         names = self._ids_of(batch, size, ids)
         return IncidentRecorder(
             self._modules, self._reader, batch, size, names, failed.per_sample, self._common(), self._first_row or 0
+        )
+
+    def _history(self, ledger: Any) -> LossHistory:
+        if isinstance(ledger, Ledger) and isinstance(self._agreement, SingleProcess):
+            return LossHistory(ledger)
+        given = "several ranks share the model" if ledger is not None else "there is no `ledger`"
+        raise ArgumentValueError(
+            f"Guard(): `history` is True, and {given}.",
+            why="the losses are written into the ledger of one process.",
+            fix='Guard(model, ledger="run.ledger", history=True)',
         )
 
     def _common(self) -> dict[str, Any]:

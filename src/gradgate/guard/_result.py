@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,10 +12,10 @@ import torch
 
 from gradgate._html import html_table, incident_html
 from gradgate._payload import LIMIT, encode
-from gradgate._text import log_line
+from gradgate._text import log_line, user_level
 from gradgate._torch_private import as_written
 from gradgate._trees import BatchReader
-from gradgate.errors import ArgumentValueError, GradgateError, TooManyBadSamples
+from gradgate.errors import ArgumentValueError, GradgateError, LedgerError, LedgerWarning, TooManyBadSamples
 from gradgate.guard._search import Dropped
 from gradgate.guard._trial import StepFault
 from gradgate.ledger import Ledger
@@ -467,3 +468,37 @@ def _module_path(sought: torch.nn.Module, roots: Sequence[torch.nn.Module]) -> s
                 path = as_written(path)
                 return f"{number}.{path}" if path and len(roots) > 1 else path or type(module).__name__
     return type(sought).__name__
+
+
+# --- Losses of samples ----------------------------------------------------------------------------------------------
+
+
+class LossHistory:
+    """Gathers the losses of samples for a ledger; they are read by the host when they are written."""
+
+    EVERY = 64
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._waiting: list[tuple[list[Any], torch.Tensor]] = []
+
+    def add(self, ids: Sequence[Any] | torch.Tensor | None, kept: Sequence[int], losses: torch.Tensor) -> None:
+        """Take the losses of the kept samples of a step, if it is known who they are."""
+        if ids is None:
+            return
+        names = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+        self._waiting.append(([names[row] for row in kept], losses))
+        if len(self._waiting) >= self.EVERY:
+            self.write()
+
+    def write(self) -> None:
+        """Write what is waiting; a ledger that fails costs these losses and a warning, not the training."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        try:
+            self._ledger.record_losses(
+                [pair for names, losses in waiting for pair in zip(names, losses.tolist(), strict=True)]
+            )
+        except LedgerError as error:
+            warnings.warn(f"losses of {len(waiting)} steps are lost: {error}", LedgerWarning, stacklevel=user_level())

@@ -13,6 +13,7 @@ from gradgate._html import IncidentList, incident_html
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.ledger._exporting import export_incidents, pandas_frame, polars_frame
 from gradgate.ledger._file import LedgerFile
+from gradgate.ledger._histories import SampleHistory, hardest_of, read_histories, suspicious_of, write_losses
 from gradgate.ledger._rows import name_text
 from gradgate.ledger._runs import (
     Decision,
@@ -349,6 +350,53 @@ class Ledger:
         """
         with self._file.reading() as connection:
             return read_decisions(connection, sample_id)
+
+    def record_losses(self, losses: Iterable[tuple[object, float]]) -> None:
+        """Add losses of samples to their histories, as `Guard(history=True)` does; the last 32 of each are kept.
+
+        Args:
+            losses: Samples and their losses, in the order of time. What is not finite is passed over.
+
+        Raises:
+            LedgerError: The file cannot be written.
+        """
+        with self._file.writing() as connection:
+            write_losses(connection, losses)
+
+    def hardest(self, k: int = 10) -> list[SampleHistory]:
+        """Give the samples with the largest losses, by the median of the last three.
+
+        Args:
+            k: How many.
+
+        Returns:
+            The hardest first.
+
+        Examples:
+            >>> import tempfile
+            >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger")
+            >>> ledger.record_losses([("a.png", 0.5), ("b.png", 4.0), ("a.png", 0.25)])
+            >>> [(one.sample_id, one.losses) for one in ledger.hardest(2)]
+            [('b.png', (4.0,)), ('a.png', (0.5, 0.25))]
+        """
+        with self._file.reading() as connection:
+            return hardest_of(read_histories(connection), k)
+
+    def suspicious(self, threshold: float = 3.5) -> list[SampleHistory]:
+        """Give the samples whose loss is high and does not fall: probably labelled wrongly, or not to be learned.
+
+        High is a median of the last three losses that is `threshold` deviations above the median of all samples (1.4826
+        times the median absolute deviation). A loss falls if the later half is a fifth below the earlier one. Samples
+        with fewer than four losses are not judged.
+
+        Args:
+            threshold: How many deviations.
+
+        Returns:
+            The hardest first.
+        """
+        with self._file.reading() as connection:
+            return suspicious_of(read_histories(connection), threshold)
 
     def stats(self, **filters: Unpack[Filters]) -> Stats:
         """Count the incidents by run, stage, cause and exception, and name the worst samples.

@@ -62,14 +62,18 @@ WHERE sample_id IS NOT NULL GROUP BY sample_id""",
 FROM run""",
 )
 
+HISTORY = "CREATE TABLE history (sample_id TEXT PRIMARY KEY NOT NULL, losses BLOB NOT NULL) WITHOUT ROWID"
+"""The losses of samples; only in files that have any, so that others stay readable by every version."""
+
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
 """The statements that lead from each version of the schema to the next; a file of version n has seen the first n."""
 
 
 Definition = tuple[str, str, str, str | None]
 
-# What ANALYZE adds to any file: counts for the planner of queries.
-_COUNTS = {
+# What a file may have besides: losses of samples, and what ANALYZE adds, counts for the planner of queries.
+_OPTIONAL = {
+    ("table", "history", "history", HISTORY),
     ("table", "sqlite_stat1", "sqlite_stat1", "CREATE TABLE sqlite_stat1(tbl,idx,stat)"),
     ("table", "sqlite_stat4", "sqlite_stat4", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"),
 }
@@ -124,7 +128,7 @@ def _compare(connection: sqlite3.Connection, version: int, *, writing: bool) -> 
                 if type(page) is not int or page < 2 or page in pages:
                     missing.add(definition)  # It shares its pages with another one, which no sound file does.
                 pages.add(page)
-        elif definition not in _COUNTS and len(foreign) < 4:
+        elif definition not in _OPTIONAL and len(foreign) < 4:
             foreign.append(f"{kind} {name}"[:60])
     if missing:
         raise LedgerError(

@@ -18,6 +18,7 @@ from typing import Any
 from gradgate._text import user_level
 from gradgate.errors import LedgerError, LedgerWarning
 from gradgate.ledger._file import LOCK, MEGABYTE, PATIENCE, Connection, LedgerFile
+from gradgate.ledger._histories import merge_histories, read_histories
 from gradgate.ledger._rows import COLUMNS, check_kinds, finite, from_row, name_text, to_row
 from gradgate.ledger._runs import (
     Run,
@@ -221,13 +222,14 @@ def merge_files(source: LedgerFile, target: LedgerFile) -> int:
     """Copy what the target does not have: runs, incidents with their payloads, and decisions; count the incidents."""
     size = 2 * source.size()
     with source.reading() as connection:
-        runs, decisions = read_runs(connection), read_decisions(connection)
+        runs, decisions, histories = read_runs(connection), read_decisions(connection), read_histories(connection)
     with target.writing(size=size) as connection:
         for run in runs:
             write_run(connection, run)
             if run.ended is not None:
                 finish_run(connection, run.name, run.ended)
         write_decisions(connection, decisions)
+        merge_histories(histories, connection)
     return sum(_copy_page(source, target, rows, size) for rows in _pages(source))
 
 
