@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradgate._checks import agreed, check_keep, check_tensor
+from gradgate._checks import agreed, check_keep, check_tensor, wrong_type
 from gradgate._names import describe
 from gradgate._torch_private import has_data, inside_functorch, is_compiling, tree_flatten, tree_unflatten
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
@@ -66,11 +66,8 @@ def apply_where(
     """
     _check_fill_value(fill_value, "apply_where")
     if not callable(fn):
-        raise ArgumentTypeError(
-            f"apply_where(): `fn` is {describe(fn)}.",
-            why="the tensors come first, then the function that is called with their elements.",
-            fix="gg.apply_where(keep, x, fn)",
-        )
+        why = "the tensors come first, then the function that is called with their elements."
+        raise wrong_type(fn, "fn", "apply_where", why, "gg.apply_where(keep, x, fn)")
     if otherwise is not None and not callable(otherwise):
         raise ArgumentTypeError(
             f"apply_where(): `otherwise` is {describe(otherwise)}.",
@@ -218,11 +215,8 @@ def apply_rows(
     if type(fill_value) is not int:
         _check_fill_value(fill_value, "apply_rows")
     if not callable(fn):
-        raise ArgumentTypeError(
-            f"apply_rows(): `fn` is {describe(fn)}.",
-            why="the tensors come first, then the function that is called with their rows.",
-            fix="gg.apply_rows(keep, x, fn)",
-        )
+        why = "the tensors come first, then the function that is called with their rows."
+        raise wrong_type(fn, "fn", "apply_rows", why, "gg.apply_rows(keep, x, fn)")
     rows: Sequence[Any] = (args,)
     structure: Any = None
     single = isinstance(args, Tensor)  # as most are, and flattening a tree takes time
@@ -237,7 +231,13 @@ def apply_rows(
         index = mask.nonzero().view(-1)
         some = is_compiling() or bool(index.shape[0] < mask.shape[0])  # a compiled graph is for every number of rows
     except Exception:
-        _check_readable(mask)  # to ask beforehand would take as long as all other checks together
+        # To ask beforehand would take as long as all other checks together.
+        if not has_data(mask):
+            raise ArgumentValueError(
+                "apply_rows(): the values of `keep` cannot be read here (vmap, FakeTensorMode or the meta device).",
+                why="how many rows fn sees depends on them, and here there is not one number of rows.",
+                fix="gg.apply_rows(keep, x, torch.vmap(fn))   # apply_rows around vmap instead of inside it",
+            ) from None
         raise
     if some:
         rows = [None if row is None else row.index_select(0, index) for row in rows]
@@ -290,15 +290,6 @@ def _check_rows(keep: Any, rows: Sequence[Any]) -> None:
     for row in tensors:
         if row.device != keep.device:
             check_keep(keep.reshape(-1, *[1] * (row.dim() - 1)), row, function="apply_rows")
-
-
-def _check_readable(keep: Tensor) -> None:
-    if not has_data(keep):
-        raise ArgumentValueError(
-            "apply_rows(): the values of `keep` cannot be read here (vmap, FakeTensorMode or the meta device).",
-            why="how many rows fn sees depends on them, and here there is not one number of rows.",
-            fix="gg.apply_rows(keep, x, torch.vmap(fn))   # apply_rows around vmap instead of inside it",
-        ) from None
 
 
 def _wrong_result(result: Any, kept: int) -> ArgumentTypeError | ArgumentValueError:
@@ -360,8 +351,5 @@ def _does_not_hold(
 
 def _check_fill_value(fill_value: object, function: str) -> None:
     if not isinstance(fill_value, (bool, int, float, complex)):
-        raise ArgumentTypeError(
-            f"{function}(): `fill_value` is {describe(fill_value)}.",
-            why="one number stands for everything that is not kept.",
-            fix="fill_value=float('nan')",
-        )
+        why = "one number stands for everything that is not kept."
+        raise wrong_type(fill_value, "fill_value", function, why, "fill_value=float('nan')")

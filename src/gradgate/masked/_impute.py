@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gradgate._checks import wrong_type
 from gradgate._names import describe
 from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
@@ -94,11 +95,8 @@ def _statistic(using: Any, slices: Slices) -> Tensor:
             why='the statistics with a name are "mean", "median" and "mode".',
             fix="using=torch.amax   # any function of the kept elements of a slice",
         )
-    raise ArgumentTypeError(
-        f"masked.impute(): `using` is {describe(using)}.",
-        why="it is a name, a number, a tensor, or a function of the kept elements of a slice.",
-        fix='using="median"   # or 0.0, or torch.amax',
-    )
+    why = "it is a name, a number, a tensor, or a function of the kept elements of a slice."
+    raise wrong_type(using, "using", "masked.impute", why, 'using="median"   # or 0.0, or torch.amax')
 
 
 def _of_each_slice(function: Callable[[Tensor], Any], slices: Slices) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradgate._checks import check_number, check_shape, check_tensor
+from gradgate._checks import check_number, check_shape, check_tensor, wrong_type
 from gradgate._names import describe
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.errors import ArgumentValueError
 from gradgate.masked import _slices
 from gradgate.masked._reductions import distances
 from gradgate.masked._slices import Dim, Empty, Exclude, Keep, Slices, slices_of
@@ -283,11 +283,8 @@ def _sizes(normalized_shape: Any) -> tuple[int, ...]:
     shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (normalized_shape,)
     if shape and all(isinstance(size, int) for size in shape):
         return shape
-    raise ArgumentTypeError(
-        f"masked.layer_norm(): `normalized_shape` is {describe(normalized_shape)}.",
-        why="it says the sizes of the last dimensions of x, one at least.",
-        fix="normalized_shape=x.shape[-1:]",
-    )
+    why = "it says the sizes of the last dimensions of x, one at least."
+    raise wrong_type(normalized_shape, "normalized_shape", "masked.layer_norm", why, "normalized_shape=x.shape[-1:]")
 
 
 def _move(running: Tensor | None, towards: Tensor, momentum: float, known: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradgate import _kernels
+from gradgate._checks import wrong_value
 from gradgate._kernels import Layout, usable
 from gradgate._names import describe, listed
 from gradgate._torch_private import has_data
@@ -390,11 +391,8 @@ def _quantile(
     slices.refuse(complexes=True)
     chooses = interpolation in ("lower", "higher", "nearest")
     if interpolation not in get_args(Interpolation):
-        raise ArgumentValueError(
-            f"{slices.function}(): `interpolation` is {describe(interpolation)}.",
-            why=f"it is one of {listed(get_args(Interpolation))}.",
-            fix='interpolation="lower"',
-        )
+        why = f"it is one of {listed(get_args(Interpolation))}."
+        raise wrong_value(interpolation, "interpolation", slices.function, why, 'interpolation="lower"')
     if not slices.x.is_floating_point() and (weights is not None or not chooses):
         slices = slices.converted(torch.get_default_dtype())
     if weights is not None:
@@ -414,7 +412,7 @@ def _quantile(
     number = mask.sum(-1)
     # NaN and what is left out go to the end together; a slice with NaN in it is NaN, whatever its order.
     is_float = one.x.is_floating_point()
-    ordered, order = one.filled(math.nan if is_float else _last(one.x.dtype)).sort(stable=True, dim=-1)
+    ordered, order = one.filled(math.nan if is_float else _highest(one.x.dtype)).sort(stable=True, dim=-1)
     amount, reached = number.unsqueeze(-1), None
     if weights is not None:
         reached = weights.gather(-1, order).cumsum(-1)
@@ -437,11 +435,15 @@ def _selected(slices: Slices, interpolation: Interpolation) -> tuple[Tensor, Ten
     low, index = filled.nanmedian(-1, keepdim=True)
     result = x.gather(-1, index) if is_recorded(x) else low
     # A sum that is finite says that nothing is NaN ten times sooner than torch.isnan.
-    if interpolation == "lower" and not low.isnan().any() and (_is_finite(x.detach().sum()) or not x.isnan().any()):
+    if (
+        interpolation == "lower"
+        and not low.isnan().any()
+        and (math.isfinite(x.detach().sum().item()) or not x.isnan().any())
+    ):
         return result.squeeze(-1), None
     total, number, _ = sums(replace(slices, x=x.detach(), keepdim=True), counted=True)
     assert number is not None
-    finite = _is_finite(total.sum())
+    finite = math.isfinite(total.sum().item())
     if interpolation == "midpoint":
         # The other one in the middle is the next larger one, unless there are so many equal to the lower one.
         above = filled > low
@@ -456,21 +458,14 @@ def _selected(slices: Slices, interpolation: Interpolation) -> tuple[Tensor, Ten
     return result.squeeze(-1), number.squeeze(-1)
 
 
-def _is_finite(number: Tensor) -> bool:
-    return math.isfinite(number.item())
-
-
 def _levels(q: float | Sequence[float] | Tensor, slices: Slices) -> tuple[bool, Tensor]:
     """Give whether there are several quantiles, and all of them in a 1-D float64 tensor."""
     if isinstance(q, Tensor):
         if q.is_complex():
             _check_levels([q], slices.function)
         if q.dim() > 1:
-            raise ArgumentValueError(
-                f"{slices.function}(): `q` is {describe(q)}.",
-                why="quantiles become the first dimension of the result, so they have at most one dimension.",
-                fix="q=q.flatten()",
-            )
+            why = "quantiles become the first dimension of the result, so they have at most one dimension."
+            raise wrong_value(q, "q", slices.function, why, "q=q.flatten()")
         levels = q.to(slices.x.device, torch.float64).reshape(-1)
         if not slices.x.is_floating_point() and has_data(levels):  # an integer cannot say NaN
             _check_levels(levels.tolist(), slices.function)
@@ -519,10 +514,6 @@ def _at(ordered: Tensor, rank: Tensor, interpolation: Interpolation, reached: Te
     finite = torch.isfinite(low) & torch.isfinite(high)
     between = torch.where(weight == 0, low, low * (1 - weight) + high * weight)
     return torch.where(finite, torch.lerp(low, high, weight), between)
-
-
-def _last(dtype: torch.dtype) -> int:
-    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 class ModeResult(NamedTuple):

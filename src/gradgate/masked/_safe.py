@@ -147,11 +147,8 @@ def safe_pow(x: Tensor, exponent: Tensor | float, *, fill_value: float = 0) -> T
     _check_fill_value(fill_value, "masked.safe_pow")
     if not isinstance(exponent, Tensor):
         if not isinstance(exponent, Real):
-            raise ArgumentTypeError(
-                f"masked.safe_pow(): `exponent` is {describe(exponent)}.",
-                why="a power is a real number, or a tensor of them.",
-                fix="masked.safe_pow(x, 0.5)",
-            )
+            why = "a power is a real number, or a tensor of them."
+            raise wrong_type(exponent, "exponent", "masked.safe_pow", why, "masked.safe_pow(x, 0.5)")
         if exponent < 0 and not x.is_floating_point() and exponent == int(exponent):
             raise ArgumentTypeError(
                 f"masked.safe_pow(): `x` is {describe(x)}, `exponent` is {exponent}.",

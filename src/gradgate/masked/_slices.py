@@ -770,24 +770,16 @@ def slices_of(
     """Read the arguments that all functions share; `exclude` is compared before x becomes another dtype."""
     mask, excluded = mask_of(x, keep, exclude, function=function, lazy=dtype is None)
     if not (empty is ... or isinstance(empty, (bool, int, float, complex)) or empty == "raise"):
-        raise ArgumentTypeError(
-            f"{function}(): `empty` is {describe(empty)}.",
-            why='it is what a slice with nothing kept gives: a number, or "raise".',
-            fix='empty=0.0   # or "raise"',
-        )
+        why = 'it is what a slice with nothing kept gives: a number, or "raise".'
+        raise wrong_type(empty, "empty", function, why, 'empty=0.0   # or "raise"')
     if keepdim is not True and keepdim is not False:
-        raise ArgumentTypeError(
-            f"{function}(): `keepdim` is {describe(keepdim)}.",
-            why="reduced dimensions either stay with size 1 or they do not.",
-            fix="keepdim=True",
+        raise wrong_type(
+            keepdim, "keepdim", function, "reduced dimensions either stay with size 1 or they do not.", "keepdim=True"
         )
     if dtype is not None:
         if not isinstance(dtype, torch.dtype) and dtype not in (bool, int, float, complex):
-            raise ArgumentTypeError(
-                f"{function}(): `dtype` is {describe(dtype)}.",
-                why="it is what the elements become first, as torch names it.",
-                fix="dtype=torch.float32",
-            )
+            why = "it is what the elements become first, as torch names it."
+            raise wrong_type(dtype, "dtype", function, why, "dtype=torch.float32")
         x = x.to(dtype)
     return Slices(x, mask, excluded, dims_of(x, dim, function), keepdim, empty, function)
 
