@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-STARTED_BY_TORCHRUN = {"ddp_train.py"}  # with a test of its own, beside the guard's
+STARTED_BY_TORCHRUN = {"ddp_train.py", "fsdp_train.py"}  # with a test of its own, beside the guard's
 SHOWN = dict(
     re.findall(
         r"^## (\S+\.py)\n.*?^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.M | re.S

@@ -350,6 +350,8 @@ class TrainingState:
         self.adopted: list[torch.nn.Parameter] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._added: tuple[torch.Tensor, int] | None = None
+        self.reset_model: Callable[[], None] | None = None
+        """Ends what a forward or backward of the model has left unfinished, where a wrapper must be told."""
         self.refresh()
 
     def refresh(self, guests: Sequence[torch.Tensor] = ()) -> None:
@@ -405,6 +407,8 @@ class TrainingState:
 
     def restore(self) -> None:
         """Put everything back to what it was before the step, with no gradients: ready for another try."""
+        if self.reset_model is not None:
+            self.reset_model()
         for table, name, buffer in self._bound:
             table[name] = buffer
         self._copies.put_back()

@@ -4,12 +4,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradgate as gg
 from gradgate.guard.distributed import _replicas
-from tests.guard.rank_nets import GRADIENT, NAN, RAISES, check_union, data, good, loss_of, marked, raised_by, replica
+from tests.guard.rank_nets import (
+    GRADIENT,
+    NAN,
+    RAISES,
+    check_union,
+    data,
+    good,
+    loss_of,
+    marked,
+    network,
+    raised_by,
+    replica,
+)
 from tests.guard.ranks import same_everywhere
 
 
@@ -235,17 +248,21 @@ def a_weight_from_the_last_step_does_not_overflow(rank):
     torch.testing.assert_close(model.module.weight.grad, torch.full((1, 1), 2e38))
 
 
-def losses_that_talk_to_other_ranks_themselves_work_while_all_is_well(rank):
-    """After a fault one rank would call them alone; nobody can see that beforehand."""
-    model = replica()
+def losses_that_talk_to_other_ranks_themselves_are_refused(rank):
+    """After a fault one rank would call them alone; the first step counts collectives."""
+    for model in (replica(), fully_shard(network(), mesh=init_device_mesh("cpu", (2,)))):
+        guard = gg.Guard(model)
 
-    def loss_fn(x):
-        seen = torch.ones(1)
-        dist.all_reduce(seen)
-        return loss_of(model)(x) * (seen.item() == 2)
+        def loss_fn(x, model=model):
+            seen = torch.ones(1)
+            dist.all_reduce(seen)
+            return loss_of(model)(x) * (seen.item() == 2)
 
-    gg.Guard(model).backward(data([4, 4])[rank], loss_fn)
-    check_union(model.module, torch.cat(data([4, 4])))
+        error = raised_by(lambda guard=guard, loss_fn=loss_fn: guard.backward(data([4, 4])[rank], loss_fn))
+        assert type(error) is gg.errors.ArgumentValueError
+        assert "`loss_fn` makes collectives of its own (1 in the first step)" in str(error)
+        guard.backward(data([4, 4])[rank], loss_of(model))
+        check_union(getattr(model, "module", model), torch.cat(data([4, 4])))
 
 
 def parameters_of_nobody_stay_local(rank):
@@ -332,7 +349,7 @@ STORIES = [
     buffers_are_those_of_the_first_rank,
     a_group_of_ones_own_and_several_modules,
     a_weight_from_the_last_step_does_not_overflow,
-    losses_that_talk_to_other_ranks_themselves_work_while_all_is_well,
+    losses_that_talk_to_other_ranks_themselves_are_refused,
     parameters_of_nobody_stay_local,
     compiled_models_and_losses_of_each_sample,
     a_plain_model_in_a_group_stays_alone,

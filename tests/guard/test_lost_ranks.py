@@ -8,21 +8,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import gradgate as gg
-from tests.guard.rank_nets import data, loss_of, raised_by, replica
+from tests.guard.rank_nets import data, loss_of, network, raised_by, replica
 
 pytestmark = pytest.mark.distributed
 TIMEOUT = 10
 
 
-def one_rank(rank, store, fate, results):
+def one_rank(rank, store, fate, kind, results):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Only the steps have little time: a loaded machine may take longer to start the second process.
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=300))
     dist.barrier()
-    model = replica(process_group=dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    if kind == "shards":
+        model = fully_shard(network(), mesh=DeviceMesh.from_group(group, "cpu"))
+    else:
+        model = replica(process_group=group)
     guard = gg.Guard(model)
 
     def loss_fn(x):
@@ -44,11 +50,13 @@ def one_rank(rank, store, fate, results):
     os._exit(0)  # the group is broken; leaving it in order would wait
 
 
+@pytest.mark.parametrize("kind", ["replicas", "shards"])
 @pytest.mark.parametrize("fate", ["killed", "asleep"])
-def test_the_others_are_told_in_time(tmp_path, fate):
+def test_the_others_are_told_in_time(tmp_path, fate, kind):
     context = mp.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=one_rank, args=(rank, tmp_path / "store", fate, results)) for rank in range(2)]
+    given = tmp_path / "store", fate, kind, results
+    processes = [context.Process(target=one_rank, args=(rank, *given)) for rank in range(2)]
     for process in processes:
         process.start()
     try:

@@ -4,6 +4,7 @@ import pytest
 
 from tests.guard import (
     fault_injection,
+    sharded_faults,
     stories_costs,
     stories_evidence,
     stories_models,
@@ -24,8 +25,15 @@ OF_TWO = [
     *stories_repros.STORIES,
     *stories_costs.STORIES,
     *fault_injection.STORIES,
+    *sharded_faults.STORIES,
 ]
-OF_FOUR = [fault_injection.steps_with_random_faults_in_many_buffers, *stories_costs.STORIES]
+OF_THREE = [sharded_faults.shards_with_random_faults, sharded_faults.shards_that_accumulate_and_stay_whole]
+OF_FOUR = [
+    fault_injection.steps_with_random_faults_in_many_buffers,
+    *stories_costs.STORIES,
+    sharded_faults.shards_in_copies,
+    sharded_faults.shards_that_recompute_activations,
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +44,16 @@ def told_by_two(tmp_path_factory):
 @pytest.mark.parametrize("story", OF_TWO, ids=lambda story: story.__name__)
 def test_two_ranks(told_by_two, story):
     ended_well(told_by_two, story)
+
+
+@pytest.fixture(scope="module")
+def told_by_three(tmp_path_factory):
+    return lived(OF_THREE, tmp_path_factory.mktemp("three"), world=3)
+
+
+@pytest.mark.parametrize("story", OF_THREE, ids=lambda story: story.__name__)
+def test_three_ranks(told_by_three, story):
+    ended_well(told_by_three, story, world=3)
 
 
 @pytest.fixture(scope="module")

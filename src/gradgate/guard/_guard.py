@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -56,6 +56,8 @@ from gradgate.guard._trial import (
     check_function,
 )
 from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
+from gradgate.guard.distributed._sharded_step import ShardedStep
+from gradgate.guard.distributed._shards import Shards
 from gradgate.guard.distributed._shared_step import SharedStep, even_batches
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
@@ -231,7 +233,11 @@ class Guard:
         if scaler is not None and not scaler.is_enabled():
             scaler = None
         if not isinstance(self._agreement, SingleProcess):
-            return SharedStep(self, self._agreement, batch, ids).run(loss_fn, scaler, accumulate)
+            agreement = self._agreement
+            shared = SharedStep(self, agreement, batch, ids)
+            if isinstance(agreement, Shards):
+                shared = ShardedStep(self, agreement, batch, ids)
+            return shared.run(loss_fn, scaler, accumulate)
         if self.out_of_memory != "raise" and self._first_row is None:
             return StepInParts(self, batch, loss_fn, ids, scaler, accumulate).run()
         check_function(batch, loss_fn, "guard.backward(batch, loss_fn)")
@@ -638,7 +644,7 @@ class Guard:
         assert failed.fault is not None
         probe = trial
         if isinstance(trial, LossTrial) and trial.scaler is not None:
-            probe = LossTrial(trial.function, self._state, self._check, self._catch, accumulate=trial.accumulate)
+            probe = LossTrial(trial.function, self._state, trial.check, self._catch, accumulate=trial.accumulate)
         return Recovery(
             trial=trial,
             probe=probe,
@@ -661,9 +667,10 @@ class Guard:
         model = self._modules[0] if len(self._modules) == 1 else torch.nn.ModuleList(self._modules)
         return capture(model, limit=wishes.snapshot)
 
-    def _look_around(self, outcome: Outcome) -> None:
+    def _look_around(self, outcome: Outcome, known: Collection[torch.Tensor] = ()) -> None:
         """Take in, at the first step, parameters that are trained although no guarded module owns them."""
-        self._outsiders.trained(self._state.adopt(_trained(outcome.value)))
+        wanted = [parameter for parameter in _trained(outcome.value) if parameter not in known]
+        self._outsiders.trained(self._state.adopt(wanted))
         self._first = False
 
     def _refuse_nesting(self) -> None:

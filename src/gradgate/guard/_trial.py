@@ -27,7 +27,7 @@ from gradgate._state import TrainingState
 from gradgate._text import class_name, text_of, user_level
 from gradgate._torch_private import ModuleCall, buffers_of, children_of, innermost_call, write_count
 from gradgate._trees import non_finite_rows, tensors_in
-from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning, OtherRankError
 from gradgate.records import Stage
 
 # --- Modules that are not under guard -------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _marks(module: torch.nn.Module) -> Marks:
 Cause = Literal["exception", "non-finite loss", "non-finite gradient", "non-finite output"]
 
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
-FATAL = (*NO_MEMORY, torch.AcceleratorError)
+FATAL = (*NO_MEMORY, torch.AcceleratorError, OtherRankError)
 # torch says these with a plain RuntimeError: the machine has no memory left, or the device is beyond repair.
 NO_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 FATAL_TEXTS = (*NO_MEMORY_TEXTS, "device-side assert")
@@ -553,9 +553,10 @@ class LossTrial(_Catching):
         self.scaler = scaler
         self.accumulate = accumulate
         self._state = state
-        self._check = check
+        self.check = check
         self.before_backward: Callable[[Outcome], None] | None = None
         self.first = False
+        self.weight = 1.0
 
     def forward(self, batch: Any, size: int) -> Outcome:
         """Run the loss function and look at the loss."""
@@ -576,6 +577,8 @@ class LossTrial(_Catching):
         if self.before_backward is not None:
             self.before_backward(outcome)
         root = loss if self.accumulate == 1 or outcome.count is not None else loss / self.accumulate
+        if self.weight != 1:
+            root = root * self.weight
         try:
             (root if self.scaler is None else self.scaler.scale(root)).backward()
         except self.catch as error:
@@ -584,7 +587,7 @@ class LossTrial(_Catching):
             outcome.fault = self._fault(error, "backward")
             return outcome
         outcome.value = loss.detach()
-        if self._check.has_nonfinite(self._state.gradients(), None if loss.is_cpu else outcome.judged):
+        if self.check.has_nonfinite(self._state.gradients(), None if loss.is_cpu else outcome.judged):
             number = float(outcome.judged.item())
             if not math.isfinite(number):
                 return self._blame_loss(outcome, number, size)

@@ -27,6 +27,7 @@ class Agreement(Protocol):
 
     has_whole_weights: bool
     device: torch.device
+    made: int
 
     @property
     def rank(self) -> int:

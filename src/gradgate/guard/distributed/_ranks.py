@@ -31,6 +31,9 @@ class Share:
     stale: bool = False
     earlier: bool = False
     by_total: bool = False
+    spoilt: bool = False
+    changed: bool = False
+    played: bool = False
     loss: torch.Tensor | None = None
     count: torch.Tensor | None = None
 
@@ -44,7 +47,8 @@ class Share:
 
     def write(self, numbers: torch.Tensor, present: Sequence[bool]) -> None:
         """Write the share as numbers."""
-        flags = (self.size > 0, self.whole, self.failed, self.told, self.more, self.stale, self.earlier, self.by_total)
+        flags = [self.size > 0, self.whole, self.failed, self.told, self.more, self.stale, self.earlier, self.by_total]
+        flags += [self.spoilt, self.changed, self.played]
         absent = [] if all(present) else [place for place, there in enumerate(present) if not there]
         loss = 0.0 if self.loss is None or not self.loss.is_cpu else float(self.loss.item()) * self._multiple
         count = 0.0 if self.count is None or not self.count.is_cpu else float(self.count.item())
@@ -73,6 +77,9 @@ class RankTotals:
     stale: int
     earlier: int
     by_total: int
+    spoilt: int
+    changed: int
+    played: int
     absent: int
     count: float
     loss: float
@@ -83,27 +90,10 @@ class RankTotals:
         """Read the numbers of all ranks."""
         *counts, absent, count, loss = numbers[:WIDTH].tolist()
         present = tuple((numbers[WIDTH:] > 0).tolist()) if absent else None
-        size, kept, bad, busy, whole, failed, told, more, stale, earlier, by_total = map(int, counts)
-        return cls(
-            size,
-            kept,
-            bad,
-            busy,
-            whole,
-            failed,
-            told,
-            more,
-            stale,
-            earlier,
-            by_total,
-            int(absent),
-            count,
-            loss,
-            present,
-        )
+        return cls(*map(int, counts), int(absent), count, loss, present)  # type: ignore[arg-type, call-arg]
 
 
-WIDTH = 14
+WIDTH = 17
 """How many numbers a share is, besides one for each parameter."""
 
 
@@ -122,6 +112,8 @@ class Ranks:
         self.device = device
         self.rank = distributed.get_rank(group)
         self.world_size = distributed.get_world_size(group)
+        self.made = 0
+        """How many collectives a wrapper has made in the forward of this step."""
 
     def add(self, numbers: torch.Tensor, *, in_haste: bool = False) -> None:
         """Add numbers over all ranks, in place."""

@@ -1,9 +1,21 @@
-"""Ranks that each have a part of every parameter, in FSDP2 (`fully_shard`)."""
+"""Ranks that each have a part of every parameter, in FSDP2 (`fully_shard`).
+
+A healthy step is FSDP2's own. The only thing that is added is a record of its collectives: which unit of parameters was
+gathered or reduced, in which order. A rank that raises in the middle of a step knows from the last steps what the
+others still wait for, and takes part in it: with its shards in gathers, with zeros in reductions.
+
+Where that order is not known - in the first step, and in a search, in which every rank runs what it likes - each
+collective is announced: one small sum tells all ranks which units are wanted. Everybody takes part in the gather
+of each of them; who wants none follows, until nobody wants any more. So a rank can run the model as often as it needs
+to, in its own time, with one unit of whole parameters after the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,62 +23,280 @@ from torch import distributed
 
 from gradgate._finite import FiniteCheck
 from gradgate._state import TrainingState
-from gradgate._torch_private import alone_in_shards, reduce_shards
+from gradgate._torch_private import collectives_made, local_part, reset_shards, shard_units, start_shards
+from gradgate.errors import ArgumentTypeError, OtherRankError
 from gradgate.guard.distributed._ranks import Ranks, RankTotals, Share
-from gradgate.guard.distributed._replicas import scale_and_add, signature
+from gradgate.guard.distributed._replicas import signature
+
+
+class _Mode(Enum):
+    """What the collectives of a pass through the model are for."""
+
+    KNOWN = "a step whose order of collectives is known"
+    ANNOUNCED = "a step that announces each collective"
+    SEARCH = "passes of single ranks: announced gathers, no reductions"
 
 
 class Shards(Ranks):
     """The agreement of ranks that hold shards of a model."""
 
-    has_whole_weights = False  # between steps; and `state_dict` in the middle of one would take them apart
+    # A collective is a number: 2 * unit for a gather, 2 * unit + 1 for a reduction.
+
+    has_whole_weights = False
 
     def __init__(self, roots: Sequence[Any], group: distributed.ProcessGroup | None, state: TrainingState) -> None:
         self._roots = list(roots)
-        self._state = state
         super().__init__(group, next(iter(roots[0].parameters())).device)
-        self._met = False
+        self._units = shard_units(self._roots)
+        self._state = state
+        state.reset_model = self._reset
+        self._expected = 0
+        self._orders: dict[tuple[object, ...], list[int] | None] = {}
+        self._settings: tuple[object, ...] = ()
+        self._mode = _Mode.SEARCH
+        self._made: list[int] = []
+        self._usual = FiniteCheck()
+        self._has_earlier = False
+        self.nonfinite = False
+        """Whether the last pass of a search has made a gradient that is not finite."""
+        self.broken = False
+        """Whether a collective has failed, so that no more can be made."""
+        self._counts = self._learns = self._changed = self._played = False
+
+    # --- Around a step
 
     @contextmanager
     def apart(self, *, training: bool) -> Iterator[None]:
-        """Gather the whole parameters; from then on the model runs without collectives, as long as the block lasts."""
-        with ExitStack() as stack:
-            with self.talking():
-                stack.enter_context(alone_in_shards(self._roots))
-            self._state.refresh()
+        """Have every collective of the model in sight, as long as the block lasts."""
+        start_shards(self._roots)
+        if not self._expected:
+            self._state.refresh()  # FSDP2 may just have replaced a parameter
+        for unit in self._units:
+            if obstacle := unit.obstacle:
+                raise ArgumentTypeError(
+                    f"Guard: the model has {obstacle}.",
+                    why="a rank that raises must take part in what the others do, and the guard does not know how.",
+                    fix="fully_shard(module, reshard_after_forward=True)   # or False; all-reduce in every backward",
+                )
+        self._settings = tuple(unit.settings for unit in self._units)
+        self._has_earlier = sum(unit.lay_aside() for unit in self._units) > 0
+        self._mode, self.broken = _Mode.SEARCH, False
+        for number, unit in enumerate(self._units):
+            unit.watch(partial(self._gather, 2 * number), partial(self._reduce, 2 * number + 1))
+        try:
             yield
+            if not training:
+                self._reset()
+                self.follow()
+        except BaseException as error:
+            if not training and not self.broken:
+                self._reset()
+                self.follow(failed=not isinstance(error, OtherRankError))
+            raise
+        finally:
+            for unit in self._units:
+                unit.unwatch()
+                unit.put_back()
 
     def meet(self, size: int, terms: Any) -> None:
-        """Make sure, once, that all ranks have the same parameters and terms."""
-        if not self._met:
+        """Make sure, once, that all ranks have the same parameters and terms, and count their samples."""
+        if not self._expected:
             self.agreed(signature(self._trained()), "parameters")
             self.agreed(terms, "arguments")
-            self._met = True
+            self._expected = max(sum(self.gather(size)), 1)
 
-    def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
-        """Send nothing while backward runs: how much each rank weighs is not known yet."""
+    def gathered(self) -> set[torch.Tensor]:
+        """Give the whole parameters that FSDP2 has in place of the shards while the model runs."""
+        return {parameter for unit in self._units for parameter in unit.gathered}
 
-    def check(self, usual: FiniteCheck) -> FiniteCheck:
-        """Look for NaN and Inf in the usual way."""
-        return usual
-
-    def withdraw(self) -> None:
-        """Do nothing: nothing was sent."""
-
-    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
-        """Add up what all ranks tell."""
-        return self.add_up(share, [parameter.grad is not None for parameter in self._trained()], in_haste=in_haste)
-
-    def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
-        """Reduce the mean gradients of all ranks to their shards; while accumulating, keep this rank's part in them."""
-        trained = self._trained()
-        for place, parameter in enumerate(trained):
-            if parameter.grad is None and (totals.present is None or totals.present[place]):
-                parameter.grad = torch.zeros_like(parameter)
-        # FSDP divides by the number of ranks.
-        scale_and_add(trained, share.weight(totals.kept, self.world_size), state)
-        with self.talking():
-            reduce_shards(self._roots)
+    def _reset(self) -> None:
+        reset_shards(self._roots, self._units, broken=self.broken)
+        self.nonfinite = False
 
     def _trained(self) -> list[torch.Tensor]:
-        return [parameter for root in self._roots for parameter in root.parameters() if parameter.requires_grad]
+        return [parameter for unit in self._units for parameter in unit.trained]
+
+    # --- One pass of all ranks, and what it gave
+
+    def begin(self, *, known: bool, counts: bool) -> None:
+        """Start a step of all ranks; its order of collectives may be known, and they may be counted."""
+        self.made, self._counts = 0, counts
+        self._made, self._learns, self._changed, self._played = [], known, False, False
+        self._mode = _Mode.KNOWN if known and self._orders.get(self._settings) else _Mode.ANNOUNCED
+
+    def complete(self, *, failed: bool) -> None:
+        """Take part in what is left of the others' step, after this rank's own has ended or failed."""
+        if self._mode is _Mode.KNOWN:
+            order = self._orders[self._settings]
+            assert order is not None
+            count = len(self._made)
+            if self._made != order[:count]:
+                self._changed = True
+                if failed:
+                    self.broken = True
+                    raise OtherRankError(
+                        f"Guard: rank {self.rank} raised in a step that gathers its parameters in another order than "
+                        "the steps before.",
+                        why="it cannot know what the other ranks still do; they wait for it until their timeout.",
+                        fix="# see the exception before this one; then start all ranks again from a checkpoint",
+                    )
+            for code in order[count:]:
+                self._played, self._changed = True, not failed
+                self._take_part(code)
+        else:
+            self._played = failed
+            self.follow()
+
+    def search(self) -> None:
+        """Let every rank run the model as it likes, until it follows."""
+        self._mode = _Mode.SEARCH
+
+    def weight(self, size: int, *, by_total: bool) -> float:
+        """Give what this rank's loss is multiplied with, so that the mean over ranks is that over samples."""
+        return 1.0 if by_total else size * self.world_size / self._expected
+
+    def check(self, usual: FiniteCheck) -> FiniteCheck:
+        """Look at shards; in a search, at this rank's own gradients."""
+        self._usual = usual
+        return _CheckOfShards(usual, self)
+
+    def whole_gradients(self) -> list[torch.Tensor]:
+        """Give this rank's own gradients, which wait for a later step to be reduced."""
+        return [gradient for unit in self._units for gradient in unit.whole_gradients()]
+
+    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
+        """Add up what all ranks tell, and learn from it."""
+        share.earlier, share.changed, share.played = self._has_earlier, self._changed, self._played
+        present = [there for unit in self._units for there in unit.present()]
+        totals = self.add_up(share, present, in_haste=in_haste)
+        if not totals.failed and not totals.stale:
+            if totals.changed:
+                self._orders[self._settings] = None  # never the same: announced from now on
+            elif self._mode is _Mode.ANNOUNCED and self._learns:
+                self._orders.setdefault(self._settings, self._made)
+        return totals
+
+    def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
+        """Correct the means of all ranks by their samples; while accumulating, keep this rank's part in them."""
+        factor = self.world_size if totals.by_total else self._expected / totals.kept
+        self._expected = totals.kept
+        if factor != 1:
+            reduced = [local_part(parameter.grad) for parameter in self._trained() if parameter.grad is not None]
+            for gradient in self.whole_gradients() + reduced:
+                gradient.mul_(factor)
+        reduces = totals.earlier and any(unit.reduces for unit in self._units)
+        for unit in self._units:
+            unit.put_back()
+            if reduces:
+                with self._unbroken():
+                    unit.reduce()
+        if reduces or totals.played:
+            reset_shards(self._roots, self._units, drop=False)
+        if totals.present is not None:
+            for parameter, there in zip(self._trained(), totals.present, strict=True):
+                parameter.grad = parameter.grad if there else None  # zeros, if no rank has any
+        state.add_earlier_gradients()
+
+    # --- Collectives
+
+    def _gather(self, code: int, gather: Callable[[], None]) -> None:
+        """Gather a unit that this rank's pass needs now."""
+        before = collectives_made() if self._counts else 0
+        with self._unbroken():
+            if self._mode is _Mode.KNOWN:
+                self._made.append(code)
+                gather()
+            else:
+                self._announce(code, gather)
+        if self._counts:
+            self.made += collectives_made() - before
+
+    def _reduce(self, code: int) -> None:
+        """Hear that the gradients of a unit are ready and FSDP2 reduces them next."""
+        unit = self._units[code // 2]
+        if self._mode is _Mode.SEARCH:
+            self.nonfinite = self.nonfinite or self._usual.has_nonfinite(unit.whole_gradients())
+            unit.drop()
+            return
+        unit.note_present()
+        if unit.reduces:
+            unit.fill()
+            with self._unbroken():
+                if self._mode is _Mode.KNOWN:
+                    self._made.append(code)
+                else:
+                    self._announce(code, None)
+
+    def follow(self, *, failed: bool = False) -> bool:
+        """Take part in what others announce until nobody does any more; tell whether somebody has failed."""
+        with self._unbroken():
+            return self._announce(None, None, failed=failed)
+
+    def _announce(self, wanted: int | None, gather: Callable[[], None] | None, *, failed: bool = False) -> bool:
+        """Say what this rank wants, and take part in what others want, until it has that."""
+        following = 2 * len(self._units)
+        while True:
+            numbers = torch.zeros(following + 2, dtype=torch.int64)
+            numbers[following if wanted is None else wanted] = 1
+            numbers[following + 1] = int(failed)
+            self.add(numbers := numbers.to(self.device))
+            counts = numbers.tolist()
+            if counts[following] == self.world_size:
+                return bool(counts[following + 1])
+            codes = [code for code in range(following) if counts[code]]
+            gathers = [code for code in codes if code % 2 == 0]
+            if not gathers and (len(codes) > 1 or counts[codes[0]] + counts[following] < self.world_size):
+                raise OtherRankError(
+                    "Guard: the ranks reduce the gradients of different parts of the model.",
+                    why="FSDP2 needs the same parts in the same order on every rank.",
+                    fix="# run the same modules on every rank",
+                )
+            for code in gathers or codes:
+                self._made.append(code)
+                if code != wanted:
+                    self._take_part(code)
+                elif gather is not None:
+                    gather()
+            if wanted in (gathers or codes):
+                return False
+
+    def _take_part(self, code: int) -> None:
+        """Take part in a collective of which this rank needs nothing."""
+        unit = self._units[code // 2]
+        with self._unbroken():
+            if code % 2:
+                unit.reduce()
+            else:
+                unit.lend()
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Remember that a collective has failed."""
+        try:
+            with self.talking():
+                yield
+        except BaseException:
+            self.broken = True
+            raise
+
+    # --- What only replicas need
+
+    def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
+        """Do nothing: FSDP2 sends what is ready."""
+
+    def withdraw(self) -> None:
+        """Do nothing: `complete` has done it."""
+
+
+class _CheckOfShards(FiniteCheck):
+    """Looks at what a step of all ranks has left in the shards, or at what a search has noted."""
+
+    def __init__(self, usual: FiniteCheck, shards: Shards) -> None:
+        super().__init__()
+        self._usual = usual
+        self._shards = shards
+
+    def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
+        """Tell whether anything is not finite; arguments as for `FiniteCheck.has_nonfinite`."""
+        mine = [local_part(gradient) for gradient in gradients] + self._shards.whole_gradients()
+        return self._usual.has_nonfinite(mine, loss) or self._shards.nonfinite

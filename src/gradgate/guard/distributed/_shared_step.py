@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from gradgate._text import class_name, text_of
+from gradgate._torch_private import collectives_made
 from gradgate._trees import Ids, with_own_containers
 from gradgate.errors import ArgumentValueError, OtherRankError
 from gradgate.guard._result import (
@@ -44,6 +45,7 @@ class SharedStep:
         self._function: LossFunction
         self._size = 0
         self._outcome = Outcome()
+        self._made_before = 0
         self._recovered: Recovered | None = None
         self._recorder: IncidentRecorder | None = None
         self._snapshot: bytes | None = None
@@ -63,8 +65,7 @@ class SharedStep:
         with self._agreement.apart(training=True):
             guard._state.remember(guard._reader.leaves(self._batch) if self._size else ())
             try:
-                if error is None:
-                    error = self._alone(loss_fn, scaler, accumulate)
+                error = self._alone(loss_fn, scaler, accumulate, error)
                 result = self._together(error)
             except torch.AcceleratorError:
                 guard._state.give_back(device_died=True)  # the device died; more would only hide its error
@@ -85,9 +86,13 @@ class SharedStep:
             first = self._agreement.gather((guard.run, Wishes.of(guard._sinks, guard.payload)))[0]
             guard.run, guard._wishes = first
 
-    def _alone(self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int) -> BaseException | None:
+    def _alone(
+        self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int, error: BaseException | None
+    ) -> BaseException | None:
         """Make the step of this rank's samples, and give what was raised and no sample is blamed for."""
         guard, state = self._guard, self._guard._state
+        if error is not None:
+            return error
         if not self._size:
             self._recovered = Recovered(None, [], [])
             return None
@@ -97,6 +102,7 @@ class SharedStep:
             if guard._first:
                 trial.first = True
                 guard._outsiders.look(loss_fn)
+                self._made_before = collectives_made()
             writes = guard._reader.writes(self._batch)
             untouched = with_own_containers(self._batch)
             self._outcome = trial.run(self._batch, self._size)
@@ -113,8 +119,19 @@ class SharedStep:
             return raised
         return None
 
+    def _refuse_collectives(self) -> None:
+        """Refuse, in the first step, a loss that talks to other ranks itself."""
+        made = collectives_made() - self._made_before - self._agreement.made
+        if made and self._agreement.world_size > 1:
+            raise ArgumentValueError(
+                f"Guard.backward(): `loss_fn` makes collectives of its own ({made} in the first step).",
+                why="after a fault one rank runs it again, with parts of its batch, and the others would not answer.",
+                fix="guard.backward(batch, loss_fn)   # with a loss of this rank's samples; exchange before or after",
+            )
+
     def _before_backward(self, outcome: Outcome) -> None:
         if self._guard._first:
+            self._refuse_collectives()
             self._guard._look_around(outcome)
         self._agreement.before_backward(self._size, self._guard._state, by_total=outcome.count is not None)
 
@@ -130,15 +147,20 @@ class SharedStep:
         self._outcome = found.outcome or Outcome()
         self._incidents = self._recorder.dropped(found.dropped) + self._recorder.transient(found.transient)
 
-    def _together(self, error: BaseException | None) -> GuardResult:
-        """Agree with the others on what becomes of the step."""
+    def _tell(self, error: BaseException | None) -> tuple[Share, RankTotals]:
+        """Tell the other ranks how the step went here, and hear how it went everywhere."""
+        share = self._share(error)
+        in_haste = not isinstance(error, Exception | None)
+        return share, self._agreement.exchange(share, self._guard._state, in_haste=in_haste)
+
+    def _share(self, error: BaseException | None) -> Share:
         guard, found = self._guard, self._recovered
         if error is not None:
             found = self._recovered = Recovered(None, [], [])
             self._outcome, self._incidents = Outcome(), ()
             guard._state.forget_gradients()
-        kept = list(range(self._size)) if found is None else found.kept
-        share = Share(
+        kept = self._kept
+        return Share(
             size=self._size,
             kept=len(kept),
             bad=0 if found is None else len(found.dropped),
@@ -150,8 +172,16 @@ class SharedStep:
             loss=self._outcome.value if kept else None,
             count=self._outcome.count,
         )
+
+    @property
+    def _kept(self) -> list[int]:
+        return list(range(self._size)) if self._recovered is None else self._recovered.kept
+
+    def _together(self, error: BaseException | None) -> GuardResult:
+        """Agree with the others on what becomes of the step."""
+        guard = self._guard
         try:
-            totals = self._agreement.exchange(share, guard._state, in_haste=not isinstance(error, Exception | None))
+            share, totals = self._tell(error)
             if totals.failed:
                 self._raise_failure(error)
         except OtherRankError:
@@ -176,7 +206,7 @@ class SharedStep:
         if self._agreement.rank == 0:
             guard._log_counts(totals.kept, tally)
         guard._tally, guard.global_step = tally, guard.global_step + 1
-        return self._result(kept, totals, [reason for pack in packs for reason in pack[1]])
+        return self._result(self._kept, totals, [reason for pack in packs for reason in pack[1]])
 
     def _reasons(self) -> list[str]:
         return [] if self._recovered is None else self._recovered.reasons

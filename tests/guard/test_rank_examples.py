@@ -1,4 +1,4 @@
-"""examples/ddp_train.py, started by torchrun on two ranks, keeps its claim."""
+"""The examples for several ranks, started by torchrun on two, keep their claims."""
 
 import os
 import re
@@ -16,16 +16,17 @@ def without_digits(line):
 
 
 @pytest.mark.distributed
-def test_the_example_keeps_its_claim_and_prints_what_is_shown(tmp_path):
+@pytest.mark.parametrize("name", ["ddp_train", "fsdp_train"])
+def test_the_example_keeps_its_claim_and_prints_what_is_shown(tmp_path, name):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command, str(EXAMPLES / "ddp_train.py")],
+        [*command, str(EXAMPLES / f"{name}.py")],
         capture_output=True, text=True, cwd=tmp_path, env=environment, check=False, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (shown,) = re.findall(
-        r"^## ddp_train\.py\n.*?^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.M | re.S
+        rf"^## {name}\.py\n.*?^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.M | re.S
     )
     printed = {without_digits(line) for line in done.stdout.splitlines()}
     assert {without_digits(line) for line in shown.splitlines()} <= printed
