@@ -18,7 +18,7 @@ from gradgate.errors import GradgateError, GradgateWarning
 from tests import compat
 
 PACKAGE = Path(gradgate.__file__).parent
-SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_torch_private.py"]
+SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.startswith("_torch_")]
 
 # Private names of the standard library: nobody but Python can take them away.
 STANDARD = {

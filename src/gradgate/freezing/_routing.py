@@ -14,7 +14,8 @@ from torch import nn
 
 from gradgate._names import describe, listed, nearest
 from gradgate._text import user_level
-from gradgate._torch_private import Replica, as_written, shard_roots
+from gradgate._torch_distributed import Replica, shard_roots
+from gradgate._torch_private import as_written
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning
 from gradgate.freezing._layers import Selector, bare, select, wording
 

@@ -29,7 +29,8 @@ from gradgate._names import describe, listed
 from gradgate._patches import to_the_end
 from gradgate._state import random_state, set_random_state
 from gradgate._text import log_line, user_level
-from gradgate._torch_private import Replica, local_part, shard_group, shard_roots, write_count, write_counts
+from gradgate._torch_distributed import Replica, shard_group, shard_roots
+from gradgate._torch_private import local_part, write_count, write_counts
 from gradgate._trees import leaves_of
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning, TooManyRewinds
 from gradgate.ledger import Ledger

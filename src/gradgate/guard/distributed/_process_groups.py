@@ -13,7 +13,7 @@ from torch import distributed
 from gradgate._finite import FiniteCheck
 from gradgate._names import listed
 from gradgate._state import TrainingState
-from gradgate._torch_private import Replica, shard_group, shard_roots
+from gradgate._torch_distributed import Replica, shard_group, shard_roots
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard.distributed._ranks import RankTotals, Share
 from gradgate.guard.distributed._replicas import Replicas

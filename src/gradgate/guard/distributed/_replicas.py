@@ -17,14 +17,8 @@ from torch import distributed
 
 from gradgate._finite import FiniteCheck
 from gradgate._state import TrainingState
-from gradgate._torch_private import (
-    Replica,
-    alone_in_replica,
-    copy_tensors,
-    memory_holders,
-    replica_obstacle,
-    sync_buffers,
-)
+from gradgate._torch_distributed import Replica, alone_in_replica, replica_obstacle, sync_buffers
+from gradgate._torch_private import copy_tensors, memory_holders
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard.distributed._ranks import FAREWELL, WIDTH, Ranks, RankTotals, Share
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradgate._torch_private import collectives_made
+from gradgate._torch_distributed import collectives_made
 from gradgate._trees import Ids, with_own_containers
 from gradgate.errors import ArgumentValueError, OtherRankError
 from gradgate.guard._search import Recovered, raise_as_it_is
@@ -85,7 +85,7 @@ class ShardedStep(SharedStep):
         try:
             agreement.complete(failed=error is not None or fault is not None or self._outcome.skipped)
         except OtherRankError as lost:
-            raise lost from error or (fault and fault.error)
+            raise lost from (fault.error if error is None and fault is not None else error)
         if self._again and self._trial.scaler is not None and fault is not None and fault.error is None:
             self._outcome.fault = None  # each rank's own gradients are finite without the scale: it is left to see them
         if count and error is None and self._outcome.skipped:

@@ -23,7 +23,8 @@ from torch import distributed
 
 from gradgate._finite import FiniteCheck
 from gradgate._state import TrainingState
-from gradgate._torch_private import collectives_made, local_part, reset_shards, shard_units, start_shards
+from gradgate._torch_distributed import collectives_made, reset_shards, shard_units, start_shards
+from gradgate._torch_private import local_part
 from gradgate.errors import ArgumentTypeError, OtherRankError
 from gradgate.guard.distributed._ranks import Ranks, RankTotals, Share
 from gradgate.guard.distributed._replicas import signature

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from gradgate._text import class_name, text_of
-from gradgate._torch_private import collectives_made
+from gradgate._torch_distributed import collectives_made
 from gradgate._trees import Ids, with_own_containers
 from gradgate.errors import ArgumentValueError, OtherRankError
 from gradgate.guard._result import (
