@@ -313,3 +313,15 @@ def test_a_loss_that_is_no_number_is_refused():
 
 def test_without_is_the_stream_of_the_law():
     assert len(without(stream(10), [])) == 10
+
+
+def test_each_suspect_is_recorded_with_the_loss_of_its_step(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    ledger = gg.Ledger(tmp_path / "run.ledger")
+    rewind = gg.Rewind(model, every=10, patience=2, ledger=ledger)
+    seen = []
+    for _ in rewind.batches([torch.ones(1, 2)] * 60):
+        seen.append(50.0 + len(seen) if len(seen) in (40, 41) else 1.0 + len(seen) % 3 / 10)
+        rewind.observe(seen[-1])
+    recorded = {incident.step: incident.loss for incident in ledger.incidents()}
+    assert recorded == {39: seen[39], 40: 90.0, 41: 91.0}

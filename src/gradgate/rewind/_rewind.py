@@ -351,6 +351,7 @@ class Rewind:
     ) -> str | None:
         """Count an observation as usual or as high; give the spike that it completes."""
         high, broken = answer()
+        self._steps[where - self._offset].loss = loss
         if not high:
             self._high = None
             self._loss.add(loss)
@@ -482,6 +483,7 @@ class Rewind:
                         stage="step",
                         cause="loss spike",
                         message=reason,
+                        loss=step.loss,
                         details=dict(details),
                     )
                 )
@@ -761,6 +763,7 @@ class _Outside:
 class _Step:
     number: int
     batches: list[_Given]
+    loss: float | None = None  # once it is read
 
     @property
     def data(self) -> list[Batch]:
