@@ -24,7 +24,8 @@ MEMORY = 64 * 2**20
 AT_LEAST, AT_MOST = 3, 64
 _VALUES = (str, bytes, int, float, complex)
 MOST_AHEAD = 2
-"""How many batches a wrapper may load ahead for the steps of loading incidents to be those of their batches."""
+"""How many batches a wrapper may load ahead, beyond those of one step of the optimizer, for the steps of loading
+incidents to be those of their batches."""
 
 
 class StepCounter(Protocol):
@@ -33,6 +34,7 @@ class StepCounter(Protocol):
     run: str
     epoch: int | None
     global_step: int
+    _window: tuple[int, int]
 
     @property
     def _steps_made(self) -> int: ...
@@ -152,7 +154,7 @@ class GivenBatches:
             self._first_step = training._steps_made - self._in_epoch
             self._followed_from_start = not self._in_epoch
         ahead = self._first_step + self._in_epoch - training._steps_made
-        if not (0 <= ahead <= MOST_AHEAD and torch.is_grad_enabled()):
+        if not (0 <= ahead < MOST_AHEAD + training._window[1] and torch.is_grad_enabled()):
             ahead = 0  # not every batch is trained on, as in a validation loop
         return {"run": training.run, "step": training._step_after(ahead), "epoch": training.epoch}
 

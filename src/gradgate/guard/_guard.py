@@ -210,7 +210,7 @@ class Guard:
 
         Args:
             batch: Tensors, and lists, tuples, dicts, dataclasses and named tuples of them; lists of anything; objects
-                with `__getitem__`; whatever else with `Guard(select=...)`.
+                with `__getitem__`; whatever else with `Guard(select=...)`. None is a batch of no samples.
             loss_fn: Runs the model on a batch and gives the mean loss; or one loss for each sample, of which the mean
                 is taken; or `(total, count)`, the sum of the loss and how much it is a sum of (tokens, pixels), see
                 `finish`. It may be called several times with parts of the batch.
@@ -238,6 +238,8 @@ class Guard:
             if isinstance(agreement, Shards):
                 shared = ShardedStep(self, agreement, batch, ids)
             return shared.run(loss_fn, scaler, accumulate)
+        if batch is None:  # none of its samples could be loaded
+            return self._without_samples()
         if self.out_of_memory != "raise" and self._first_row is None:
             return StepInParts(self, batch, loss_fn, ids, scaler, accumulate).run()
         check_function(batch, loss_fn, "guard.backward(batch, loss_fn)")
@@ -488,6 +490,13 @@ class Guard:
             self._outsiders.forget()
             self._state.give_back()
             raise
+
+    def _without_samples(self) -> GuardResult:
+        """Count a step that has no samples, and no gradients therefore."""
+        tally = replace(self._tally, steps=self._tally.steps + 1)
+        self._log_counts(0, tally)
+        self._tally, self.global_step = tally, self.global_step + 1
+        return GuardResult(torch.tensor(float("nan")), None, [])
 
     def _result(
         self, size: int, first: bool, outcome: Outcome, recovered: Recovered | None, incidents: tuple[Incident, ...]

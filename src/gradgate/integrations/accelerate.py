@@ -1,19 +1,22 @@
 """The guard in a loop of Hugging Face Accelerate: its precision, accumulation and processes stay in force.
 
 Importing this module also lets `accelerator.prepare` prepare the loaders of `gg.resilient`. Without it, Accelerate
-returns them as they are, and every process trains on all data.
+returns them as they are, and every process trains on all data. `skip_first_batches` leaves them resilient.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import recursively_apply
 
 from gradgate._loader_link import follow
 from gradgate.errors import ArgumentTypeError
@@ -71,12 +74,7 @@ class AcceleratedGuard(Guard):
         rewind: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-            raise ArgumentTypeError(
-                f"AcceleratedGuard(): the accelerator uses {accelerator.distributed_type.value}.",
-                why="it makes the backward pass itself, with partial gradients that cannot be taken back.",
-                fix="Accelerator()   # DistributedDataParallel; or FSDP2 by FullyShardedDataParallelPlugin",
-            )
+        refuse_own_backward(accelerator, "AcceleratedGuard()")
         modules = [model] if isinstance(model, torch.nn.Module) else list(model)
         if not all(getattr(module, "_is_accelerate_prepared", False) for module in modules):
             raise ArgumentTypeError(
@@ -179,6 +177,36 @@ class _Accumulated:
         self._accelerator.step = state["step"]
 
 
+def refuse_own_backward(accelerator: Accelerator, where: str) -> None:
+    """Refuse an engine that has the backward pass."""
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ArgumentTypeError(
+            f"{where}: the accelerator uses {accelerator.distributed_type.value}.",
+            why="it makes the backward pass itself, with partial gradients that cannot be taken back.",
+            fix="Accelerator()   # DistributedDataParallel; or FSDP2 by FullyShardedDataParallelPlugin",
+        )
+
+
+@contextmanager
+def lending(accelerator: Accelerator, backward: Callable[..., None], processes: int) -> Iterator[None]:
+    """Give the loss to `backward` instead of walking back; nothing waits for other processes, who may not come."""
+
+    def repeated(data: Any, *_: Any, **__: Any) -> Any:
+        return recursively_apply(lambda part: torch.cat([part.reshape(part.shape or (1,))] * processes), data)
+
+    stand_ins: dict[str, Any] = {"backward": backward}
+    if processes > 1:
+        stand_ins |= {"gather": repeated, "gather_for_metrics": repeated}
+    before = {name: vars(accelerator)[name] for name in stand_ins if name in vars(accelerator)}
+    vars(accelerator).update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del vars(accelerator)[name]
+        vars(accelerator).update(before)
+
+
 def _preparing_resilient(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """Let `Accelerator.prepare` take resilient loaders: it prepares their loader, and they load inside of that."""
 
@@ -194,4 +222,21 @@ def _preparing_resilient(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_all
 
 
+def _skipping_resilient(skip: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `skip_first_batches`, which makes a new loader, give one that is resilient where the old one was."""
+
+    @wraps(skip)
+    def skip_all(loader: Any, num_batches: int = 0) -> Any:
+        rest = skip(loader, num_batches)
+        given = getattr(loader, "base_dataloader", loader)
+        if not isinstance(given, ResilientLoader) or isinstance(rest, ResilientLoader):
+            return rest
+        return given.inside(rest) if hasattr(rest, "base_dataloader") else given._like(rest)
+
+    return skip_all
+
+
 Accelerator.prepare = _preparing_resilient(Accelerator.prepare)
+skip_first_batches = _skipping_resilient(accelerate.skip_first_batches)
+for _module in (accelerate, accelerate.accelerator, accelerate.data_loader):
+    _module.skip_first_batches = skip_first_batches

@@ -144,23 +144,31 @@ class ResilientLoader(Generic[Batch]):
             ArgumentTypeError: One process loads for all of them, which needs whole batches.
             ArgumentValueError: Several processes load, with `refill`.
         """
-        inner = prepared.base_dataloader
-        own = self if inner is self._loader else ResilientLoader(inner, *self._settings)
-        own._even = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        if own._even and type(prepared).__name__ == "DataLoaderDispatcher":
+        own = self._like(prepared.base_dataloader)
+        several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        if several and type(prepared).__name__ == "DataLoaderDispatcher":
             raise ArgumentTypeError(
                 "resilient(): the loader is a DataLoaderDispatcher, in which one process loads for all.",
                 why="it cuts each batch into equal parts, and would lose rows of a batch that is short.",
                 fix="Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))",
             )
-        if own._even and self._refill:
+        if several and self._refill:
             raise ArgumentValueError(
                 "resilient(): `refill` is True, and several processes load.",
                 why="the one that has fewer samples would have fewer batches, and the others would wait for it.",
                 fix="gg.resilient(loader, refill=False)",
             )
+        own._even = several or self._even
         prepared.base_dataloader = own
         return prepared
+
+    def _like(self, loader: DataLoader[Batch]) -> ResilientLoader[Batch]:
+        """Load from another loader of the same samples, such as the rest of an epoch; incidents and guard stay."""
+        if loader is self._loader:
+            return self
+        other = ResilientLoader[Batch](loader, *self._settings)
+        other._given, other._even = self._given, self._even
+        return other
 
     def __len__(self) -> int:
         return len(self._inner)  # not the loader's: torch warns in an epoch of what it was asked here
