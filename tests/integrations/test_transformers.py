@@ -67,19 +67,23 @@ class Rows(Dataset):
 
 
 class Faulty:
-    """What the flags of a sample ask for."""
+    """What the flags of a sample ask for, and statistics of the batch."""
+
+    def add(self):
+        self.factor = torch.nn.Parameter(torch.ones(()))
+        self.norm = torch.nn.BatchNorm1d(LENGTH)
 
     def prepare(self, inputs_embeds, flags):
         if (flags == FLAGS["raise"]).any():
             raise ValueError("a row that cannot be read")
-        embeddings = inputs_embeds * self.factor
+        embeddings = self.norm(inputs_embeds * self.factor)
         return embeddings + torch.where(flags[:, None, None] == FLAGS["gradient"], embeddings * 0, 1.0).sqrt() - 1
 
 
 class Bert(Faulty, BertForSequenceClassification):
     def __init__(self):
         super().__init__(BertConfig(**SMALL, intermediate_size=16, num_labels=3))
-        self.factor = torch.nn.Parameter(torch.ones(()))
+        self.add()
 
     def forward(self, inputs_embeds=None, labels=None, flags=None):
         return super().forward(inputs_embeds=self.prepare(inputs_embeds, flags), labels=labels)
@@ -88,7 +92,7 @@ class Bert(Faulty, BertForSequenceClassification):
 class Llama(Faulty, LlamaForCausalLM):
     def __init__(self):
         super().__init__(LlamaConfig(**SMALL, intermediate_size=16, attention_dropout=0.1))
-        self.factor = torch.nn.Parameter(torch.ones(()))
+        self.add()
         self.dtypes = set()
 
     def forward(self, inputs_embeds=None, labels=None, flags=None, **kwargs):
@@ -189,7 +193,7 @@ def steep(outputs, labels, num_items_in_batch=None):
     return 1000 * per_token(outputs, labels, num_items_in_batch)
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("window", [1, 6])  # in one step, both samples are bad
 @pytest.mark.parametrize(
     "setting",
     [
@@ -210,7 +214,7 @@ class Tiny(Faulty, torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.factor = torch.nn.Parameter(torch.ones(()))
+        self.add()
         self.last = torch.nn.Linear(WIDTH, 3)
 
     def forward(self, inputs_embeds, labels=None, flags=None):
@@ -218,6 +222,7 @@ class Tiny(Faulty, torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo, at a graph break
 @pytest.mark.parametrize("settings", [{}, {"torch_compile": True, "torch_compile_backend": "eager"}])
 def test_any_module_is_trained_compiled_or_not(settings, tmp_path):
     trainer = train(Guarded, Tiny, "nan", tmp_path, **settings)
@@ -268,7 +273,7 @@ class WithColumns(Rows):
     """A dataset that can read one column alone, as those of `datasets` can."""
 
     def select_columns(self, names):
-        return [{name: f"row-{index}" for name in names} for index in range(SAMPLES)]
+        return [dict.fromkeys(names, f"row-{index}") for index in range(SAMPLES)]
 
 
 @pytest.mark.parametrize(
@@ -379,18 +384,19 @@ def test_refusals_say_what_to_do(tmp_path, monkeypatch):
 def on_rank(folder):
     """Train on one of two ranks; print which runs are those of the trainer itself, the weights, and the incidents."""
     found = []
-    for model, window in ((Llama, 1), (Llama, 2), (Bert, 1)):
+    for model, window, faults in ((Llama, 1, ("nan", "load")), (Llama, 2, ("raise", "load")), (Bert, 1, ("raise",))):
         settings = {"gradient_accumulation_steps": window}
         plain = train(Plain, model, None, folder, **settings).model.state_dict()
-        for fault in ("nan", "raise", "load"):
+        for fault in faults:
             trainer = train(GuardedCounting if model is Llama else Guarded, model, fault, folder, **settings)
             weights = trainer.model.state_dict()
             incidents = [one.sample_id for one in trainer._loader.incidents]
             summary = trainer.guard.summary()
-            total = sum(one.double().sum().item() for one in weights.values())
+            total = sum(one.double().sum().item() for one in trainer.model.parameters())
             found.append([equal(weights, plain), total, summary.dropped, summary.samples, incidents])
-    trainer = train(Guarded, Llama, "load", folder, bad=range(4), include_num_input_tokens_seen="all")
-    found.append([True, trainer.state.num_input_tokens_seen, 0, trainer.guard.summary().samples, []])
+    for bad in (range(4), range(8, 12)):
+        trainer = train(Guarded, Llama, "load", folder, bad=bad)
+        found.append([True, trainer.model.factor.item(), 0, trainer.guard.summary().samples, []])
     print(json.dumps(found))
 
 
@@ -399,11 +405,11 @@ def test_two_processes_agree_and_end(tmp_path):
     """Batches 0, 2 and 4 are the first rank's, so the bad sample 5 is the second's and 14 too."""
     first, second = map(json.loads, run_ranks("tests.integrations.test_transformers", str(tmp_path)))
     for (same, total, *counts, incidents), (other_same, other_total, *other_counts, others) in zip(
-        first[:-1], second[:-1], strict=True
+        first[:-2], second[:-2], strict=True
     ):
         assert same
         assert other_same
         assert total == other_total, "the ranks have the same weights"
         assert counts == other_counts
         assert (counts, incidents, others) in (([2, 24], [], []), ([0, 22], [], ["5", "14"]))
-    assert first[-1] == second[-1], "nothing of the first batch can be loaded, and no rank waits for ever"
+    assert first[-2:] == second[-2:], "nothing of a batch can be loaded, and no rank waits for ever"

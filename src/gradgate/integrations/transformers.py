@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,10 @@ from gradgate.loading import ResilientLoader, resilient
 __all__ = ["GuardedTrainer", "GuardedTrainerMixin"]
 
 
-class GuardedTrainerMixin:
+_AnyTrainer: Any = object  # what a mixin calls of its trainer is not its own
+
+
+class GuardedTrainerMixin(_AnyTrainer):
     """Lets a subclass of `Trainer` train without its bad samples: `class Mine(GuardedTrainerMixin, SFTTrainer)`.
 
     The weights are those of the same run on data without the bad samples. What cannot be loaded or collated is left
@@ -92,6 +95,7 @@ class GuardedTrainerMixin:
         self._made: list[_MicroBatch] = []
         self._start: TrainingState
         super().__init__(*args, **options)
+        self._keys: Any = {getattr(self.model, "main_input_name", "input_ids"), *self.label_names}  # of a batch
 
     # --- Loading --------------------------------------------------------------------------------------------------
 
@@ -141,11 +145,12 @@ class GuardedTrainerMixin:
         return super().get_batch_samples(map(self._some, epoch_iterator), *args, **options)
 
     def _some(self, batch: Any) -> Any:
-        """Give a batch as it is; for one that has no samples, one that the trainer can ask for its counts."""
-        if batch is not None:
-            return batch
-        names = {getattr(self.model, "main_input_name", "input_ids"), *({"labels"} & set(self.label_names))}
-        return _NoSamples({name: torch.empty(0, dtype=torch.long, device=self.args.device) for name in names})
+        """Give a batch as it is; for one of no samples, one that the trainer can count as it counts the others."""
+        if batch is None:
+            return _NoSamples({key: torch.empty(0, dtype=torch.long, device=self.args.device) for key in self._keys})
+        if isinstance(batch, Mapping):
+            self._keys = batch.keys()
+        return batch
 
     # --- Steps ----------------------------------------------------------------------------------------------------
 
@@ -154,6 +159,12 @@ class GuardedTrainerMixin:
         if self.guard is None or self._guarded is not model:
             where = f"{type(self).__name__}()"
             refuse_own_backward(self.accelerator, where)
+            if self.is_fsdp_enabled:
+                raise ArgumentTypeError(
+                    f"{where}: the model is sharded by FSDP.",
+                    why="the gradients of a step that is made once more would have to be taken out of the shards.",
+                    fix='TrainingArguments(..., fsdp="")   # DistributedDataParallel',
+                )
             if "lomo" in str(self.args.optim).lower():
                 raise ArgumentTypeError(
                     f"{where}: the optimizer is {self.args.optim}.",
@@ -188,25 +199,21 @@ class GuardedTrainerMixin:
         guard = self._begin(model) if self.guard is None or self._guarded is not model else self.guard
         batch = None if isinstance(inputs, _NoSamples) else inputs
         if num_items_in_batch is None or (self.args.gradient_accumulation_steps == 1 and _processes(guard) == 1):
-            made = self._make(guard, model, batch, num_items_in_batch, len(self._made), recount=True)
-            self._made.append(made)
-            return made.loss
+            return self._make(guard, model, batch, num_items_in_batch, recount=True).loss
         if not self._made:
             self._start.remember(guard._state.adopted)
             self._dropped = guard._tally.dropped
-        made = self._make(guard, model, batch, num_items_in_batch, len(self._made))
-        self._made.append(made)
-        if not self.accelerator.sync_gradients:
-            return made.loss
-        returned = sum(earlier.loss for earlier in self._made[:-1])
-        while guard._tally.dropped > self._dropped:  # by any process
-            self._make_again(guard, model)
-        self._start.add_earlier_gradients()
-        return sum(each.loss for each in self._made) - returned
+        self._made.append(self._make(guard, model, batch, num_items_in_batch))
+        loss = self._made[-1].loss
+        if self.accelerator.sync_gradients:
+            before = _total(self._made)
+            while guard._tally.dropped > self._dropped:  # by any process
+                self._make_again(guard, model)
+                loss = loss - before + (before := _total(self._made))
+            self._start.add_earlier_gradients()
+        return loss
 
-    def _make(
-        self, guard: Guard, model: Any, batch: Any, count: Any, place: int, *, recount: bool = False
-    ) -> _MicroBatch:
+    def _make(self, guard: Guard, model: Any, batch: Any, count: Any, *, recount: bool = False) -> _MicroBatch:
         """Make one micro-batch; with `recount`, the count is that of the samples that take part."""
         run, processes = super().training_step, _processes(guard)
 
@@ -221,7 +228,7 @@ class GuardedTrainerMixin:
             # As in DistributedDataParallel, the gradient is the mean of the processes', however many samples they have.
             return loss if processes == 1 else (loss / processes, 1 / processes)
 
-        guard._move_to(self.state.global_step, place, self.args.gradient_accumulation_steps)
+        guard._move_to(self.state.global_step, 0, self.args.gradient_accumulation_steps)
         result = guard.backward(batch, loss_fn, scaler=self.accelerator.scaler)
         loss = result.loss if result.kept or processes > 1 else torch.zeros((), device=self.args.device)
         return _MicroBatch(batch, result.kept, loss)
@@ -238,7 +245,7 @@ class GuardedTrainerMixin:
             for place, batch in enumerate(batches):
                 tally, last = guard._tally, place == len(batches) - 1
                 with nullcontext() if last else self.accelerator.no_sync(model):
-                    self._made.append(self._make(guard, model, batch, count, place))
+                    self._made.append(self._make(guard, model, batch, count))
                 if guard._tally.dropped == tally.dropped:
                     guard._tally = tally  # these steps have been counted
         finally:
@@ -306,7 +313,7 @@ class _MicroBatch:
 
     batch: Any
     kept: list[int]
-    loss: Any
+    loss: torch.Tensor
 
     def kept_of(self, guard: Guard) -> Any:
         """Give the samples that took part; None for none of them."""
@@ -314,6 +321,10 @@ class _MicroBatch:
             return None
         size = guard._reader.count(self.batch)
         return self.batch if len(self.kept) == size else guard._reader.select(self.batch, self.kept, size)
+
+
+def _total(made: Iterable[_MicroBatch]) -> torch.Tensor:
+    return torch.stack([each.loss for each in made]).sum()
 
 
 def _processes(guard: Guard) -> int:
