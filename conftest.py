@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import sys
 from importlib.util import find_spec
 
 import hypothesis
@@ -45,6 +46,8 @@ def _same_start(doctest_namespace):
     doctest_namespace.update(torch=torch, gg=gradgate)
     torch.manual_seed(0)
     random.seed(0)
+    if "accelerate.state" in sys.modules:  # one for the process: whoever asks first has its precision
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
     yield
     logging.getLogger("gradgate").setLevel(logging.NOTSET)  # long tests of the law keep quiet
     assert torch.get_default_dtype() is torch.float32, "this test left another default dtype"

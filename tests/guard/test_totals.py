@@ -184,3 +184,16 @@ def test_a_mean_is_divided_by_the_micro_batches_and_the_result_is_not():
     guard.backward(x, lambda x: (model(x).sum(), len(x)), accumulate=4)
     guard.finish()
     assert model[2].bias.grad.item() == pytest.approx(1.0)
+
+
+def test_none_is_a_step_without_samples():
+    model, logged = network(), []
+    guard = gg.Guard(model, log=lambda *entry: logged.append(entry))
+    guard.backward(rows_of(4, {}, 0), lambda batch: total_of(model, batch))
+    before = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+    result = guard.backward(None, lambda batch: total_of(model, batch))
+    assert (result.kept, result.dropped) == ([], ())
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), before, strict=True))
+    assert (guard.summary().steps, guard.summary().samples, guard.global_step) == (2, 4, 2)
+    assert logged[3:] == [("gradgate/kept", 0, 1), ("gradgate/dropped", 0, 1), ("gradgate/dropped_total", 0, 1)]
+    guard.finish()

@@ -10,19 +10,12 @@ import gradgate as gg
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from tests.integrations.faulty import BAD, FAULTS, Network, Samples, equal, loader_of, run_ranks
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 
 from gradgate.integrations.accelerate import AcceleratedGuard
-
-
-@pytest.fixture(autouse=True)
-def _own_state():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def prepared(loader, scaler=None, **settings):
@@ -145,6 +138,16 @@ def test_both_orders_of_resilient_and_prepare():
         assert [len(rows) for rows, _ in loader] == [4, 3, 4, 3, 4, 4]
         assert [one.sample_id for one in loader.incidents] == ["5", "14"]
     assert given.incidents == before.incidents
+
+
+def test_a_loader_whose_first_batches_are_skipped_stays_resilient():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(gg.resilient(loader_of("load")))
+    rest = accelerator.skip_first_batches(loader, 2)
+    assert [len(rows) for rows, _ in rest] == [4, 3, 4, 4]
+    assert [one.sample_id for one in loader.incidents] == ["14"]
+    rest = accelerate.skip_first_batches(gg.resilient(loader_of("load")), 2)
+    assert [len(rows) for rows, _ in rest] == [4, 3, 4, 4]
 
 
 class Stream(IterableDataset):

@@ -1,7 +1,6 @@
 """GuardedTrainer: the weights are those of the Trainer itself on data without the bad samples."""
 
 import json
-import logging
 import tempfile
 from functools import cache
 
@@ -32,14 +31,6 @@ WIDTH, LENGTH = 8, 6
 FLAGS = {"raise": 1, "gradient": 2, "collate": 3}
 FAULTS = ("nan", "load", *FLAGS)
 SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
-
-
-@pytest.fixture(autouse=True)
-def _own_state():
-    logging.getLogger("gradgate").setLevel(logging.ERROR)
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 class Rows(Dataset):
