@@ -10,8 +10,9 @@ import gradgate as gg
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from tests.integrations.faulty import BAD, FAULTS, Network, Samples, equal, loader_of, run_ranks
 
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
 
+import accelerate
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 

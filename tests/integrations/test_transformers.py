@@ -355,6 +355,8 @@ class Stream(IterableDataset):
 def test_refusals_say_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(ArgumentTypeError, match=r"`guard` is the bool True[\s\S]*guard={"):
         GuardedTrainer(guard=True)
+    with pytest.raises(ArgumentValueError, match=r'"out_of_memory": \'split\'[\s\S]*auto_find_batch_size=True'):
+        GuardedTrainer(guard={"out_of_memory": "split"})
     trainer = trainer_of(GuardedTrainer, Bert, "nan", tmp_path, guard={"ids": "name"}, max_steps=2)
     trainer.train_dataset = Stream()
     with pytest.raises(ArgumentValueError, match="the training data is a stream"):
@@ -362,9 +364,11 @@ def test_refusals_say_what_to_do(tmp_path, monkeypatch):
     trainer = trainer_of(GuardedTrainer, Bert, "nan", tmp_path, guard={"max_bad": 0.1})
     with pytest.raises(TooManyBadSamples):
         trainer.train()
-    trainer.args.optim = "lomo"
-    trainer.guard = None
+    trainer.args.optim, trainer.guard = "lomo", None
     with pytest.raises(ArgumentTypeError, match="changes the weights while backward runs"):
+        trainer._begin(trainer.model)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ArgumentTypeError, match="sharded by FSDP"):
         trainer._begin(trainer.model)
     loader = [{"labels": torch.zeros(2)}]
     monkeypatch.setattr(Trainer, "get_train_dataloader", lambda self: loader)

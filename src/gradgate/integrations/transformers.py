@@ -58,6 +58,7 @@ class GuardedTrainerMixin(_AnyTrainer):
 
     Raises:
         ArgumentTypeError: `guard` is no dict.
+        ArgumentValueError: It asks for batches to be split that do not fit into memory.
 
     Examples:
         >>> from transformers import Trainer
@@ -86,6 +87,12 @@ class GuardedTrainerMixin(_AnyTrainer):
             )
         self._ledger = ledger
         self._guard_options = dict(guard or {})
+        if (found := self._guard_options.get("out_of_memory", "raise")) != "raise":
+            raise ArgumentValueError(
+                f'{type(self).__name__}(): `guard` has "out_of_memory": {found!r}.',
+                why="whether a loss is a mean over samples or a part of one over tokens is known to the model only.",
+                fix="TrainingArguments(..., auto_find_batch_size=True)",
+            )
         column = self._guard_options.get("ids")
         self._id_column: str | None = self._guard_options.pop("ids") if isinstance(column, str) else None
         self._guarded: Any = None
