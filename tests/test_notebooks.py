@@ -37,7 +37,7 @@ def shown(notebook):
             data = output.get("data", {})
             texts.append(output.get("text") or data.get("text/html") or data.get("text/plain"))
         texts.append("\n\n")  # Whether lines come in one output or in several depends on the time.
-    return re.sub(r"\b[\da-f]{32}\b|[\d.,e+-]*\d", "0", "".join(texts))
+    return re.sub(r"<style>.*?</style>|\b[\da-f]{32}\b|[\d.,e+-]*\d", "0", "".join(texts), flags=re.DOTALL)
 
 
 @pytest.mark.slow
