@@ -15,8 +15,8 @@ from gradgate import masked
 
 SOURCE = Path(gg.__file__).parent
 NAN = float("nan")
-LINES = 38_000
-FILES = 132
+LINES = 39_000
+FILES = 136
 
 
 def files_of(call):
