@@ -189,7 +189,8 @@ def freeze(model: nn.Module, *what: Selector, statistics: bool = True) -> Freeze
         model: The model; DDP and torch.compile around it are looked through.
         *what: Globs (`"encoder.*"`, matched against full names and against the modules around), compiled regexes
             (searched in the same names), modules, parameters, or predicates `(name, parameter) -> bool`. What any of
-            them means is frozen, in whatever order they come. None at all means the whole model.
+            them means is frozen, in whatever order they come. None at all means the whole model. The prefix of a
+            wrapper (`base_model.model.` in PEFT) may be left out.
         statistics: Whether running statistics stop, of modules whose parameters are all frozen; one without
             parameters goes with the part around it.
 
@@ -448,7 +449,12 @@ def wording(selector: Selector) -> str:
 
 def _matched(model: nn.Module, known: dict[str, nn.Parameter], selector: Selector, function: str) -> list[str]:
     if isinstance(selector, str | re.Pattern):
-        return [name for name in known if any(_matches(selector, part) for part in with_parents(name))]
+        # By the names in the model; where they match nothing, by those in the model that it is a wrapper of.
+        for prefix in _wrappers(model):
+            parts_of = [(name, with_parents(name.removeprefix(prefix))) for name in known if name.startswith(prefix)]
+            if found := [name for name, parts in parts_of if any(_matches(selector, part) for part in parts)]:
+                return found
+        return []
     if isinstance(selector, nn.Module):
         inside = {id(module) for module in model.modules()}
         selector = without_compiled_wrappers(selector)
@@ -468,6 +474,20 @@ def _matched(model: nn.Module, known: dict[str, nn.Parameter], selector: Selecto
         why="a selector is a glob, a compiled regex, a module, a parameter, or a predicate(name, parameter).",
         fix=f'{function}(model, "encoder.*", re.compile(r"\\.bias$"), model.head)',
     )
+
+
+def _wrappers(model: nn.Module) -> Iterator[str]:
+    """Give the prefix of names in a model, and in what it wraps if all its parameters are those of one child."""
+    path: list[str] = []
+    while True:
+        yield "".join(f"{as_written(name)}." for name in path if as_written(name))
+        children = [
+            (name, child) for name, child in model.named_children() if next(child.parameters(), None) is not None
+        ]
+        if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
+            return
+        name, model = children[0]
+        path.append(name)
 
 
 def _matches(pattern: str | re.Pattern[str], name: str) -> bool:

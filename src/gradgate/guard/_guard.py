@@ -54,6 +54,7 @@ from gradgate.guard._trial import (
     Scaler,
     Trial,
     check_function,
+    refuse_foreign_loop,
 )
 from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
 from gradgate.guard.distributed._sharded_step import ShardedStep
@@ -189,6 +190,7 @@ class Guard:
         self._window = (0, 1)
         self._loss_history = self._history(ledger) if history else None
         self._first_row: int | None = None  # of the part that is made, where a batch is made in parts
+        self._busy_ranks = 1  # that had samples in the last step
 
     def __repr__(self) -> str:
         names = [type(module).__name__ for module in self._modules]
@@ -232,6 +234,8 @@ class Guard:
         """
         if scaler is not None and not scaler.is_enabled():
             scaler = None
+        if self._first:
+            refuse_foreign_loop()
         if not isinstance(self._agreement, SingleProcess):
             agreement = self._agreement
             shared = SharedStep(self, agreement, batch, ids)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 import types
 import warnings
 from collections import deque
@@ -27,7 +28,13 @@ from gradgate._state import TrainingState
 from gradgate._text import class_name, text_of, user_level
 from gradgate._torch_private import ModuleCall, buffers_of, children_of, innermost_call, write_count
 from gradgate._trees import non_finite_rows, tensors_in
-from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning, OtherRankError
+from gradgate.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradgateError,
+    GradgateWarning,
+    OtherRankError,
+)
 from gradgate.records import Stage
 
 # --- Modules that are not under guard -------------------------------------------------------------------------------
@@ -355,6 +362,21 @@ def refuse_own_backward() -> None:
         why="the guard does that with the loss that is returned; gradients would be there twice.",
         fix="return loss   # without loss.backward() before it",
     )
+
+
+def refuse_foreign_loop() -> None:
+    """Refuse a step inside of a `training_step` of which Lightning makes the backward pass."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        home = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "_training_step" and home.endswith(".loops.optimization.automatic"):
+            raise GradgateError(
+                "Guard.backward(): it is called in a `training_step` with automatic optimization.",
+                why="Lightning sets the gradients to zero after training_step, and makes the backward pass itself.",
+                fix="class Lit(GuardedModule, L.LightningModule):   # from gradgate.integrations.lightning; and return "
+                "loss, as without a guard",
+            )
+        frame = frame.f_back
 
 
 def advice(

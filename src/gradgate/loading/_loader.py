@@ -108,7 +108,8 @@ class ResilientLoader(Generic[Batch]):
         self._last: list[Any] = []
         self._resume: Mapping[str, Any] | None = None
         self._progress: _Progress | None = None
-        self._even = False  # whether a batch of which nothing could be loaded is given, as None
+        self._even = False  # whether a batch of which nothing could be loaded is given, as `_empty_batch`
+        self._empty_batch: Any = None
         self.exceptions: dict[str, Exception] = {}
         self.skipped = 0
 
@@ -144,7 +145,6 @@ class ResilientLoader(Generic[Batch]):
             ArgumentTypeError: One process loads for all of them, which needs whole batches.
             ArgumentValueError: Several processes load, with `refill`.
         """
-        own = self._like(prepared.base_dataloader)
         several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         if several and type(prepared).__name__ == "DataLoaderDispatcher":
             raise ArgumentTypeError(
@@ -152,15 +152,32 @@ class ResilientLoader(Generic[Batch]):
                 why="it cuts each batch into equal parts, and would lose rows of a batch that is short.",
                 fix="Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))",
             )
+        prepared.base_dataloader = self.again_around(prepared.base_dataloader, several=several)
+        return prepared
+
+    def again_around(self, loader: DataLoader[Any], *, several: bool, nothing: Any = None) -> ResilientLoader[Any]:
+        """Load in the same way from the loader that a framework has made of this one's.
+
+        Args:
+            loader: That loader.
+            several: Whether several processes load: then all have equally many batches.
+            nothing: What a batch is of which nothing can be loaded, if several processes load.
+
+        Returns:
+            This loader, or another one with the same incidents.
+
+        Raises:
+            ArgumentValueError: Several processes load, with `refill`.
+        """
         if several and self._refill:
             raise ArgumentValueError(
                 "resilient(): `refill` is True, and several processes load.",
                 why="the one that has fewer samples would have fewer batches, and the others would wait for it.",
                 fix="gg.resilient(loader, refill=False)",
             )
-        own._even = several or self._even
-        prepared.base_dataloader = own
-        return prepared
+        own = self._like(loader)
+        own._even, own._empty_batch = several or self._even, nothing
+        return own
 
     def _like(self, loader: DataLoader[Batch]) -> ResilientLoader[Batch]:
         """Load from another loader of the same samples, such as the rest of an epoch; incidents and guard stay."""
@@ -307,7 +324,7 @@ class ResilientLoader(Generic[Batch]):
                     progress.count()
                     if ready:
                         self._last = kept = report.kept
-                        given: Any = batch if kept else None
+                        given: Any = batch if kept else self._empty_batch
                         self._given.add(given, partial(_ids, self._log, kept))
                         yield given
                 if asking is None or requests is None or not requests.more():

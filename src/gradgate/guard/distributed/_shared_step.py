@@ -188,7 +188,7 @@ class SharedStep:
             if error is not None:
                 raise error from None
             raise
-        guard._others_have_more = totals.more > 0
+        guard._others_have_more, guard._busy_ranks = totals.more > 0, totals.busy
         packs = self._agreement.gather((self._incidents, self._reasons())) if totals.told else []
         everything = tuple(incident for pack in packs for incident in pack[0])
         if totals.whole and totals.whole == totals.busy:
