@@ -1,8 +1,9 @@
-"""The guard across ranks: a healthy step against plain DistributedDataParallel, gloo, one thread for each rank."""
+"""The guard across ranks: a healthy step against plain DDP and plain FSDP2, gloo, one thread for each rank."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import tempfile
 from functools import partial
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,7 +55,9 @@ MODELS = {
     "MLP, 2.4 million parameters": (mlp, 1024, 256),
     "CNN with BatchNorm": (cnn, 24, 64),
     "transformer, 0.8 million parameters": (transformer, 128, 32),
+    "transformer in shards (FSDP2), 3.2 million parameters": (transformer, 256, 32),
 }
+SHARDED = "transformer in shards (FSDP2), 3.2 million parameters"
 
 
 def steps(name, group):
@@ -62,11 +67,46 @@ def steps(name, group):
     batch = torch.randn(size, 256), torch.randint(0, 10, (size,))
     for kind in ("plain", "guarded"):
         torch.manual_seed(0)
-        model = DistributedDataParallel(make(width), process_group=group)
+        model = (
+            in_shards(make(width), group)
+            if name == SHARDED
+            else DistributedDataParallel(make(width), process_group=group)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         guard = gg.Guard(model) if kind == "guarded" else None
         made[kind] = partial(step, model, optimizer, guard, batch)
+        if name == SHARDED:
+            made[f"{kind}, bytes"] = partial(bytes_at_most, made[kind], model)
     return made
+
+
+def in_shards(model, group):
+    """Shard a transformer, every layer for itself."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model[2].layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def bytes_at_most(make_step, model):
+    """Make a step, and give the most memory that all tensors had together, looked at around every layer."""
+    seen = []
+
+    def look(*_):
+        things = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.is_cpu]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in things)}
+        seen.append(sum(storages.values()))
+
+    layers = model[2].layers
+    handles = [
+        hook(look)
+        for layer in layers
+        for hook in (layer.register_forward_hook, layer.linear1.register_full_backward_hook)
+    ]
+    make_step()
+    for handle in handles:
+        handle.remove()
+    return max(seen)
 
 
 def step(model, optimizer, guard, batch):
@@ -108,6 +148,7 @@ class Company:
 
     orders = ()
     groups = None
+    made = {}  # noqa: RUF012
 
     @classmethod
     def start(cls):
@@ -133,15 +174,17 @@ class Company:
     def run(cls, name, count, kind, made):
         """Make a step on each rank."""
         cls.tell(name, count, kind)
-        made[kind]()
+        return made[kind]()
 
 
-def candidates(name, count):
+def candidates(name, count, what=""):
     """Give the two trainings of a model."""
     Company.start()
-    Company.tell(name, count, None)
-    made = steps(name, Company.groups[count])
-    return {kind: partial(Company.run, name, count, kind, made) for kind in made}
+    if (name, count) not in Company.made:
+        Company.tell(name, count, None)
+        Company.made[name, count] = steps(name, Company.groups[count])
+    made = Company.made[name, count]
+    return {kind: partial(Company.run, name, count, kind + what, made) for kind in ("plain", "guarded")}
 
 
 def row(name, count):
@@ -157,4 +200,16 @@ def row(name, count):
     )  # fmt: skip
 
 
-ROWS = [row(name, 2) for name in MODELS] + [row("CNN with BatchNorm", count) for count in WORLDS if count > 2]
+def memory_row():
+    """Measure the memory of a healthy step in shards."""
+    return Row(
+        "ranks", f"most memory in a healthy step of two ranks, {SHARDED}", partial(candidates, SHARDED, 2, ", bytes"),
+        "guarded", "plain", at_most=1.05, counts=True, rounds=3,
+    )  # fmt: skip
+
+
+ROWS = (
+    [row(name, 2) for name in MODELS]
+    + [memory_row()]
+    + [row("CNN with BatchNorm", count) for count in WORLDS if count > 2]
+)

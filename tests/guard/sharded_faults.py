@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -194,6 +195,67 @@ def shards_of_a_model_that_changes_its_order(rank):
             torch.testing.assert_close(whole(ours.grad), theirs.grad)
 
 
+def shards_used_twice_prefetched_and_with_buffers(rank):
+    """A unit that runs twice, explicit prefetching, BatchNorm, a frozen block, a total and its count."""
+    torch.manual_seed(1)
+    make = lambda: [nn.Linear(3, 6).double(), nn.BatchNorm1d(6).double(), *tower().blocks]  # noqa: E731
+    nets = []
+    for sharded in (True, False):
+        torch.manual_seed(1)
+        parts = nn.Sequential(*make())
+        if sharded:
+            for part in parts:
+                fully_shard(part)
+            fully_shard(parts)
+            parts[2].set_modules_to_forward_prefetch([parts[3]])
+            parts[4].set_modules_to_backward_prefetch([parts[3], parts[2]])
+        parts[3].requires_grad_(False)
+        parts.forward = partial(_twice, parts)
+        nets.append(parts)
+    model, oracle = nets
+    guard = gg.Guard(model)
+    for turn in range(4):
+        batches = marked(data([5, 4], seed=turn), **{f"rank_{turn % 2}": {2: FAULTS[5 * turn % 12]}} if turn else {})
+        before = [buffer.clone() for buffer in model.buffers()]
+        model.zero_grad()
+        oracle.zero_grad()
+        guard.backward(batches[rank], lambda x: (model(x).sum(), len(x)))
+        guard.finish()
+        kept = [rows[rows[:, 0] == 0] for rows in batches]
+        for of, rows in enumerate(kept):  # each rank's batch has statistics of its own
+            for mine, theirs in zip(oracle.buffers(), before, strict=True):
+                mine.copy_(theirs)
+            (oracle(rows).sum() / sum(map(len, kept))).backward()
+            if of == rank:
+                after = [buffer.clone() for buffer in oracle.buffers()]
+        for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None:
+                torch.testing.assert_close(whole(ours.grad), theirs.grad)
+        assert all(map(torch.equal, model.buffers(), after))
+
+
+def _twice(parts, x):
+    hidden = parts[1](parts[0](x[:, 1:]))
+    for place in (2, 3, 4, 2):
+        hidden = parts[place](hidden, x[:, 0])
+    return hidden.square()
+
+
+def shards_and_what_guard_forward_raises(rank):
+    """Every sample of one rank fails: that rank raises, the other gets its outputs, and both go on."""
+    model = sharded_tower()
+    guard = gg.Guard(model)
+    batches = marked(data([4, 4]), rank_1=dict.fromkeys(range(4), RAISES))
+    error = raised_by(lambda: guard.forward(batches[rank], model))
+    assert type(error) is (ValueError if rank else type(None))
+    guard.backward(data([4, 4])[rank], tower_loss(model))
+    oracle = tower()
+    tower_loss(oracle)(torch.cat(data([4, 4]))).backward()
+    for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
 def a_fault_in_a_new_order_is_raised(rank):
     """A rank that raises in an order of units that it has never seen to its end cannot know what the others do."""
     model = sharded_tower()
@@ -293,6 +355,8 @@ STORIES = [
     shards_of_two_precisions,
     shards_that_accumulate_and_stay_whole,
     shards_of_a_model_that_changes_its_order,
+    shards_used_twice_prefetched_and_with_buffers,
+    shards_and_what_guard_forward_raises,
     a_fault_in_a_new_order_is_raised,
     shards_whose_loss_writes_into_the_batch,
     settings_of_shards_that_are_refused,
