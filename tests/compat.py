@@ -21,6 +21,10 @@ HEAD = "| torch | Python | run on | commit | passed | skipped | failed | not run
 TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\|\n)*)")
 
 
+PINNED = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+"""The torch of the Makefile, whose words and tables the pages show."""
+
+
 class Results:
     """A plugin of pytest that notes the outcome of every test."""
 

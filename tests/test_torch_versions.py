@@ -25,7 +25,7 @@ STANDARD = {
     *("_getframe", "_current_frames", "_exit", "_replace", "_fields", "_run", "_callback", "_get_running_loop"),
     "_is_protocol",
 }
-ACCELERATE = {"_dataloaders", "_is_accelerate_prepared"}
+ACCELERATE = {"_dataloaders", "_optimizers", "_schedulers", "_is_accelerate_prepared"}
 OF_OBJECTS = {"_orig_mod", "_fsdp_state"}.union(
     dir(torch.ones(1, requires_grad=True) * 1),
     dir(torch.nn.Linear(1, 1)),
@@ -68,7 +68,7 @@ def private_torch_names(tree):
             elif is_private(node.attr) and (
                 node.attr not in OWN
                 or owner.split(".")[0] == "torch"
-                or (owner not in ("self", "cls") and node.attr in OF_OBJECTS)
+                or (owner not in ("self", "cls", "guard") and node.attr in OF_OBJECTS)
             ):
                 yield f"{owner}.{node.attr}"
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -282,12 +282,11 @@ def test_the_workflow_tests_the_oldest_the_pinned_and_the_newest_torch():
     text = (root / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
     jobs, makefile = yaml.safe_load(text)["jobs"], (root / "Makefile").read_text(encoding="utf-8")
     runs = jobs["linux"]["strategy"]["matrix"]["include"]
-    pinned = re.search(r"^TORCH \?= (\S+)$", makefile, re.MULTILINE)[1]
     oldest, newest = (f"{major}.{minor}.0" for major, minor in (_torch_private.OLDEST, _torch_private.NEWEST))
-    assert [run["torch"] for run in runs] == [oldest, pinned, newest]
+    assert [run["torch"] for run in runs] == [oldest, compat.PINNED, newest]
     classifiers = re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text(encoding="utf-8"))
     assert [run["python"] for run in runs] == classifiers
-    assert f"pip install torch=={pinned}" in text
+    assert f"pip install torch=={compat.PINNED}" in text
     for targets in re.findall(r"make ([a-z ]+)", text):
         assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets.split())
     folders = re.findall(r"(?<= )tests/\w+", text)

@@ -118,7 +118,7 @@ def test_torch_func_inside_compile_is_refused_where_the_rule_would_be_lost(gate)
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_the_plain_function_is_lost_there():
-    """So that the refusal can be taken back when torch learns it."""
+    """So that the refusal can be taken back when torch before 2.15, which learned it, is not supported."""
 
     class Reversed(torch.autograd.Function):
         @staticmethod
@@ -137,7 +137,8 @@ def test_the_plain_function_is_lost_there():
         return grad(lambda x: Reversed.apply(x).sum())(x)
 
     assert sloped(torch.ones(3)).tolist() == [-1, -1, -1]
-    assert torch.compile(sloped, fullgraph=True, backend="aot_eager")(torch.ones(3)).tolist() == [1, 1, 1]
+    there = torch.compile(sloped, fullgraph=True, backend="aot_eager")(torch.ones(3))
+    assert there.tolist() == ([1, 1, 1] if torch.__version__ < "2.15" else [-1, -1, -1])
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")

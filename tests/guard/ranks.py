@@ -5,9 +5,24 @@ import os
 import traceback
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def needs(version, what):
+    """Mark a story of something that torch does from a version on."""
+
+    def mark(story):
+        story.missing = f"{what}, not torch {torch.__version__}" if torch.__version__ < version else ""
+        return story
+
+    return mark
+
+
+def missing(story):
+    return getattr(story, "missing", "")
 
 
 def one_rank(rank, world, store, stories, results, timeout):
@@ -31,6 +46,7 @@ def one_rank(rank, world, store, stories, results, timeout):
 def lived(stories, folder, world=2, timeout=300):
     """Start the ranks once for all stories, and give by rank and name how they ended: "" is well."""
     context = mp.get_context("spawn")
+    stories = [story for story in stories if not missing(story)]
     results = context.Queue()
     processes = [
         context.Process(target=one_rank, args=(rank, world, folder / "store", stories, results, timeout))
@@ -52,6 +68,8 @@ def lived(stories, folder, world=2, timeout=300):
 
 def ended_well(found, story, world=2):
     """State that a story ended well on every rank."""
+    if missing(story):
+        pytest.skip(missing(story))
     traces = [found.get((rank, story.__name__), "not reached") for rank in range(world)]
     assert not any(traces), "\n".join(f"rank {rank}: {trace}" for rank, trace in enumerate(traces))
 

@@ -23,7 +23,7 @@ from tests.guard.rank_nets import (
     raised_by,
     replica,
 )
-from tests.guard.ranks import same_everywhere
+from tests.guard.ranks import needs, same_everywhere
 
 
 class Branches(nn.Module):
@@ -151,6 +151,10 @@ def dtypes_and_layouts(rank):
         conv(x[[0, 1, 2, 3, 5]].to(dtype)).square().mean().backward()
         for a, p in zip(ours, conv.parameters(), strict=True):
             torch.testing.assert_close(a, p.grad, rtol=tolerance, atol=tolerance)
+
+
+@needs("2.9", "Gloo reduces complex numbers")
+def complex_numbers(rank):
     spun = DistributedDataParallel(nn.Linear(3, 1, dtype=torch.complex64))
     z = torch.randn(6, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     gg.Guard(spun).backward(z.split([4, 2])[rank], lambda z: spun(z).abs().square().mean())
@@ -344,6 +348,7 @@ STORIES = [
     static_graphs,
     many_buffers_sent_while_backward_runs,
     dtypes_and_layouts,
+    complex_numbers,
     sparse_gradients_become_dense,
     a_scale_that_overflows_on_one_rank_is_lowered_on_all,
     buffers_are_those_of_the_first_rank,

@@ -13,9 +13,11 @@ from tests.guard import (
     stories_shards,
     stories_totals,
 )
-from tests.guard.ranks import ended_well, lived
+from tests.guard.ranks import ended_well, lived, needs
 
 pytestmark = pytest.mark.distributed
+for story in (*stories_shards.STORIES, stories_totals.totals_of_shards):
+    needs("2.9", "FSDP2 takes the mean of gradients over Gloo")(story)
 OF_TWO = [
     *stories_replicas.STORIES,
     *stories_models.STORIES,

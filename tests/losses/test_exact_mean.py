@@ -125,6 +125,8 @@ def test_wrong_arguments():
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_unequal_ranks_give_the_gradient_of_the_union(wrapper):
     """Two ranks with 6 and 1 valid samples, in two micro-batches, the first under no_sync."""
+    if wrapper == "fsdp" and torch.__version__ < "2.9":
+        pytest.skip(f"FSDP2 takes the mean of gradients over Gloo, not torch {torch.__version__}")
     script = Path(__file__).parent / "exact_mean_ranks.py"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), wrapper]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

@@ -363,6 +363,9 @@ def test_value_slope_and_curvature_are_right_at_zero_at_the_joints_and_far_out(n
                 continue  # nor is the slope of what overflows known
             size = [abs(truth[0]), abs(truth[1]), max(abs(truth[2]), abs(truth[1] / x) if x else 0)]
             for what, got, wanted, scale in zip(("value", "slope", "curvature"), ours, truth, size, strict=True):
+                if name == "huber" and what == "curvature" and abs(x) == 1:
+                    assert got in (0, 1)  # at the joint it is that of one side; of which, torch decides
+                    continue
                 error = abs(mpmath.mpf(got.item()) - wanted)
                 assert error <= 500 * eps * scale + 1e4 * tiny, (what, x, got.item(), mpmath.nstr(wanted, 5))
 

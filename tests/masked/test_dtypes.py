@@ -217,8 +217,6 @@ def test_several_quantiles_come_first():
 
 def test_quantile_has_no_size_limit():
     x = torch.arange(17_000_000, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="too large"):
-        torch.quantile(x, 0.5)
     assert masked.quantile(x, 0.5, exclude=0) == 8_500_000
 
 
