@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter, call
 from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -399,6 +399,23 @@ def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
     return ModuleCall(seen["self"], seen["args"], seen["kwargs"])
 
 
+def end_checkpoints(traceback: TracebackType | None) -> None:
+    """Take the hooks out of force that `torch.utils.checkpoint` leaves behind an exception, up to torch 2.12.
+
+    They stay for as long as the traceback is held, and what is saved for backward meanwhile would be computed anew
+    from the inputs of the forward that failed.
+    """
+    open_ones = []
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            open_ones.append(frame.f_locals.get("gen"))
+        traceback = traceback.tb_next
+    for generator in reversed(open_ones):
+        if generator is not None:
+            generator.close()
+
+
 @contextmanager
 def watched_modules(patches: Patches, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     """Call functions around the forward of every module, as long as the block lasts."""
@@ -593,6 +610,9 @@ _is_batched = _find("_C._functorch.is_batchedtensor", _NO_VMAP, lambda tensor: T
 _is_batched_in_the_old_way = _find("_C._functorch.is_legacy_batchedtensor", _NO_VMAP, lambda tensor: False)
 _unwrapped = _find("_C._functorch.get_unwrapped", _NO_VMAP)
 _batch_dimension = _find("_C._functorch.maybe_get_bdim", _NO_VMAP)  # -1 where torch.func.grad or jvp wraps it
+
+outside_functorch = _find("_C._DisableFuncTorch", "failed checks name no rows under torch.func", nullcontext)
+"""A block whose operations torch.func does not see."""
 
 inside_functorch = _find("_C._are_functorch_transforms_active", "torch.func is not noticed", lambda: False)
 """Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""

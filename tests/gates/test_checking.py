@@ -111,8 +111,9 @@ def test_transforms(transform, rows):
 def test_one_graph_in_torch_compile():
     compiled = torch.compile(doubled, fullgraph=True)
     assert compiled(torch.ones(4, 3)).eq(2).all()
-    with pytest.raises(RuntimeError, match=r"^hidden: some rows are not finite$"):
-        compiled(with_bad([2]))
+    if torch.__version__ >= "2.9":  # the Inductor of torch 2.8 leaves assertions out
+        with pytest.raises(RuntimeError, match=r"^hidden: some rows are not finite$"):
+            compiled(with_bad([2]))
     torch.compile(lambda x: gg.check(x, positive) + 1, fullgraph=True, backend="eager")(torch.ones(2))
 
 

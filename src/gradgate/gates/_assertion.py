@@ -10,7 +10,7 @@ import torch
 
 from gradgate._checks import check_tensor
 from gradgate._names import describe, listed
-from gradgate._torch_private import assert_later, has_data, without_batching
+from gradgate._torch_private import assert_later, has_data, outside_functorch, without_batching
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, FailedCheckError
 
 ENABLED = __debug__ and os.environ.get("GRADGATE_CHECKS", "1") != "0"
@@ -100,7 +100,8 @@ def _fail(x: torch.Tensor, good: torch.Tensor, message: str, wrong: tuple[str, s
     """Raise, with the rows and the first element."""
     if not good.dim():
         raise FailedCheckError(f"{message}: x {wrong[0]}.")
-    bad = (~good).nonzero().tolist()
+    with outside_functorch():  # torch 2.8 gives no list there
+        bad = (~good).nonzero().tolist()
     place, rows = tuple(bad[0]), sorted({index[0] for index in bad})
     first = f" x[{', '.join(map(str, place))}] is {x[place].item()}." if x.shape == good.shape else ""
     raise FailedCheckError(

@@ -26,7 +26,7 @@ from gradgate._names import describe, listed
 from gradgate._source import raising_line, raising_spot
 from gradgate._state import TrainingState
 from gradgate._text import class_name, text_of, user_level
-from gradgate._torch_private import ModuleCall, buffers_of, children_of, innermost_call, write_count
+from gradgate._torch_private import ModuleCall, buffers_of, children_of, end_checkpoints, innermost_call, write_count
 from gradgate._trees import non_finite_rows, tensors_in
 from gradgate.errors import (
     ArgumentTypeError,
@@ -550,6 +550,7 @@ class _Catching:
 
     def _fault(self, error: BaseException, stage: Stage | None = None) -> StepFault:
         """Make a fault of an exception that was caught."""
+        end_checkpoints(error.__traceback__)
         fault = StepFault.raised(error, stage)
         self._faults.append(fault)
         return fault
