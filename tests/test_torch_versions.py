@@ -25,7 +25,6 @@ STANDARD = {
     *("_getframe", "_current_frames", "_exit", "_replace", "_fields", "_run", "_callback", "_get_running_loop"),
     "_is_protocol",
 }
-ACCELERATE = {"_dataloaders", "_optimizers", "_schedulers", "_is_accelerate_prepared"}
 OF_OBJECTS = {"_orig_mod", "_fsdp_state"}.union(
     dir(torch.ones(1, requires_grad=True) * 1),
     dir(torch.nn.Linear(1, 1)),
@@ -54,7 +53,15 @@ def own_names(tree):
 
 
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-OWN = {name for tree in TREES.values() for name in own_names(tree) if is_private(name)} | STANDARD | ACCELERATE
+# An integration uses private names of its framework too; those that objects of torch have are still found.
+OF_FRAMEWORKS = {
+    node.attr if isinstance(node, ast.Attribute) else node.value
+    for path, tree in TREES.items()
+    if path.parent.name == "integrations"
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+}
+OWN = {name for tree in TREES.values() for name in own_names(tree) if is_private(name)} | STANDARD | OF_FRAMEWORKS
 
 
 def private_torch_names(tree):
@@ -68,7 +75,7 @@ def private_torch_names(tree):
             elif is_private(node.attr) and (
                 node.attr not in OWN
                 or owner.split(".")[0] == "torch"
-                or (owner not in ("self", "cls", "guard") and node.attr in OF_OBJECTS)
+                or (owner.split(".")[-1] not in ("self", "cls", "guard") and node.attr in OF_OBJECTS)
             ):
                 yield f"{owner}.{node.attr}"
         elif isinstance(node, ast.Import | ast.ImportFrom):
