@@ -195,6 +195,10 @@ def outcome(recipe):
     words = {}
     for when in WHEN:
         reason = REFUSED.get((recipe.kind.__name__, when.__name__))
+        if recipe.kind is torch.optim.Adagrad and when is added_param_group and torch.__version__ < "2.12":
+            continue  # torch's own Adagrad fails there up to 2.10
+        if recipe.kind is torch.optim.LBFGS and torch.__version__ < "2.9" and reason is not None:
+            reason = "^$"  # an assertion without words
         for how in HOW:
             run = Run(recipe, how)
             if reason is not None:
@@ -241,7 +245,7 @@ def test_the_table_of_the_documentation_is_what_the_run_shows(capsys):
 
 def test_every_optimizer_of_torch_is_in_the_table():
     assert {recipe.kind for recipe in RECIPES} == set(classes())
-    assert len(classes()) >= 15
+    assert len(classes()) >= (15 if hasattr(torch.optim, "Muon") else 14)
 
 
 def test_the_matrix_can_fail():

@@ -190,6 +190,7 @@ def test_optimizer_state_with_shared_tensors_a_deque_and_an_optimizer_inside(spi
     check(build, spike=spike)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")  # torch 2.8's own float(loss)
 def test_lbfgs():
     def build():
         model = nn.Linear(3, 2)
@@ -210,6 +211,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch 2.8's own SequentialLR
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers(kind, lr):
