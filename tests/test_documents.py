@@ -17,7 +17,6 @@ from tests.compat import PINNED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WORDS_OF_TORCH = ("quantile-input-tensor-is-too-large", "vmap-inplace-arithmetic-is-not-possible")
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 
 
@@ -50,8 +49,8 @@ def test_a_block_runs_and_prints_what_is_shown(page, line, code, shown, tmp_path
             pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     printed = run(page, line, code)
-    if page.stem in WORDS_OF_TORCH and not torch.__version__.startswith(PINNED):
-        pytest.skip(f"the page shows the words of torch {PINNED}")
+    if page.parent.name == "troubles" and not torch.__version__.startswith(PINNED):
+        pytest.skip(f"it runs; what it shows are the words of torch {PINNED}")
     if shown is not None:
         assert [text.rstrip() for text in printed.splitlines()] == [text.rstrip() for text in shown.splitlines()]
 
