@@ -120,7 +120,11 @@ def test_progress_is_for_terminals(tmp_path):
 
 def test_make_demo_says_at_once_what_it_does(tmp_path):
     done = subprocess.run(
-        ["make", "-n", "demo", f"VENV={tmp_path}/none"], capture_output=True, text=True, cwd=ROOT, check=False
+        ["make", "-n", "--no-print-directory", "demo", f"VENV={tmp_path}/none"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     assert done.stdout.startswith('echo "Handwritten digits'), done.stderr
     assert "--quiet" not in done.stdout

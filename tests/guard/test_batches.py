@@ -166,7 +166,6 @@ def test_channels_last_stays_as_indexing_leaves_it():
         ({"x": X, "text": ["a", "b", "c"]}, r"do not agree"),
         ([torch.ones(5, 3), torch.ones(4, 3)], r"(?s)do not agree .*ids=.* one tensor for each sample"),
         (7, "nothing in it is per sample"),
-        (None, "the batch is None, and nothing in it is per sample"),
         ("text", "nothing in it is per sample"),
         (torch.tensor(1.0), "nothing in it is per sample"),
         ({"x": torch.tensor(1.0)}, "nothing in it is per sample"),

@@ -80,7 +80,7 @@ def histogram(
     hist = each.new_zeros([*place.shape[:-1], last + 1]).scatter_add(-1, place, torch.where(inside, each, 0))
     if density:
         hist = hist / hist.sum(-1, keepdim=True) / edges.diff().to(hist.dtype if amount is not None else edges.dtype)
-    return HistogramResult(hist, edges)
+    return HistogramResult(hist if amount is None or x.dtype not in HALVES else hist.to(x.dtype), edges)
 
 
 def _edges(slices: Slices, bins: int, range: Sequence[float] | None) -> Tensor:
