@@ -252,7 +252,7 @@ def _rounds(row: Row, candidates: dict[str, Candidate]) -> list[dict[str, float]
         start = time.perf_counter()
         while len(rounds) < row.rounds or (time.perf_counter() - start < row.seconds and len(rounds) < 400):
             rounds.append({name: _turn(candidate, repeats[name]) for name, candidate in candidates.items()})
-            if time.perf_counter() - start > 5 * row.seconds and len(rounds) >= min(5, row.rounds - 2):
+            if time.perf_counter() - start > 5 * row.seconds and len(rounds) >= max(2, min(5, row.rounds - 2)):
                 break
     finally:
         gc.enable()

@@ -66,7 +66,7 @@ def holding(count: int) -> gg.Ledger:
             row[6], row[17] = f"img_{number * 7919 % samples}.png", 1.7e9 + number
             yield (*row, None)
 
-    with ledger._file.writing() as connection:
+    with ledger._file.writing(size=1_000 * count) as connection:
         connection.execute("PRAGMA cache_size = -400000")
         connection.executemany(INSERT, rows())
     ledger.close()
