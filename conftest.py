@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import signal
 import sys
 from importlib.util import find_spec
 
@@ -19,6 +20,9 @@ collect_ignore = [f"src/gradgate/integrations/{name}.py" for name in FRAMEWORKS 
 for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "PYTHONWARNINGS", "PYTHONIOENCODING"):
     os.environ.pop(name, None)
 os.environ.pop("PYTHONUNBUFFERED", None)  # containers have it, people do not
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and whatever it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One profile for the machine that decides (more examples, no deadline: it is noisy), one for hands.
 hypothesis.settings.register_profile(
