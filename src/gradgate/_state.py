@@ -351,7 +351,7 @@ class TrainingState:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._added: tuple[torch.Tensor, int] | None = None
         self.reset_model: Callable[[], None] | None = None
-        """Ends what a forward or backward of the model has left unfinished, where a wrapper must be told."""
+        """Ends what a forward or backward of the model has left unfinished, where a wrapper must know of it."""
         self.refresh()
 
     def refresh(self, guests: Sequence[torch.Tensor] = ()) -> None:

@@ -237,11 +237,9 @@ class Guard:
         if self._first:
             refuse_foreign_loop()
         if not isinstance(self._agreement, SingleProcess):
-            agreement = self._agreement
-            shared = SharedStep(self, agreement, batch, ids)
-            if isinstance(agreement, Shards):
-                shared = ShardedStep(self, agreement, batch, ids)
-            return shared.run(loss_fn, scaler, accumulate)
+            if isinstance(agreement := self._agreement, Shards):
+                return ShardedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
+            return SharedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
         if batch is None:  # none of its samples could be loaded
             return self._without_samples()
         if self.out_of_memory != "raise" and self._first_row is None:

@@ -76,7 +76,7 @@ class ResilientDataset(_Noting, Dataset[Any]):
     Args:
         dataset: The dataset.
         attempts: What is caught, and what is tried again.
-        log: Is told of each bad sample.
+        log: Is called with each bad sample.
 
     Examples:
         >>> dataset = gg.resilient([1.0, 2.0])
@@ -100,7 +100,7 @@ class ResilientStream(_Noting, IterableDataset[Any]):
     Args:
         dataset: The dataset.
         attempts: What is caught.
-        log: Is told of each bad sample.
+        log: Is called with each bad sample.
 
     Examples:
         >>> class Broken(torch.utils.data.IterableDataset):

@@ -26,7 +26,7 @@ class Share:
     bad: int = 0
     whole: bool = False
     failed: bool = False
-    told: bool = False
+    reported: bool = False
     more: bool = False
     stale: bool = False
     earlier: bool = False
@@ -47,7 +47,16 @@ class Share:
 
     def write(self, numbers: torch.Tensor, present: Sequence[bool]) -> None:
         """Write the share as numbers."""
-        flags = [self.size > 0, self.whole, self.failed, self.told, self.more, self.stale, self.earlier, self.by_total]
+        flags = [
+            self.size > 0,
+            self.whole,
+            self.failed,
+            self.reported,
+            self.more,
+            self.stale,
+            self.earlier,
+            self.by_total,
+        ]
         flags += [self.spoilt, self.changed, self.played]
         absent = [] if all(present) else [place for place, there in enumerate(present) if not there]
         loss = 0.0 if self.loss is None or not self.loss.is_cpu else float(self.loss.item()) * self._multiple
@@ -72,7 +81,7 @@ class RankTotals:
     busy: int
     whole: int
     failed: int
-    told: int
+    reported: int
     more: int
     stale: int
     earlier: int
@@ -143,9 +152,9 @@ class Ranks:
         """Make sure that all ranks have the same."""
         values = self.gather(value)
         if len(set(values)) > 1:
-            told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:4]))
+            reported = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:4]))
             raise ArgumentValueError(
-                f"Guard: the ranks do not have the same {what} ({told}).",
+                f"Guard: the ranks do not have the same {what} ({reported}).",
                 why="all ranks decide alike about a step, each by itself.",
                 fix="guard = gg.Guard(model, ...)   # with the same model and arguments on every rank",
             )

@@ -141,7 +141,7 @@ class ShardedStep(SharedStep):
         return self._told[1]
 
     def _tell(self, error: BaseException | None) -> tuple[Share, RankTotals]:
-        """Give what was told in `_alone`."""
+        """Give what was reported in `_alone`."""
         return self._told
 
     def _share(self, error: BaseException | None) -> Share:

@@ -166,7 +166,7 @@ class SharedStep:
             bad=0 if found is None else len(found.dropped),
             whole=found is not None and found.whole is not None,
             failed=error is not None,
-            told=found is not None and bool(self._incidents or found.reasons),
+            reported=found is not None and bool(self._incidents or found.reasons),
             more=guard._more,
             by_total=self._outcome.count is not None,
             loss=self._outcome.value if kept else None,
@@ -189,7 +189,7 @@ class SharedStep:
                 raise error from None
             raise
         guard._others_have_more, guard._busy_ranks = totals.more > 0, totals.busy
-        packs = self._agreement.gather((self._incidents, self._reasons())) if totals.told else []
+        packs = self._agreement.gather((self._incidents, self._reasons())) if totals.reported else []
         everything = tuple(incident for pack in packs for incident in pack[0])
         if totals.whole and totals.whole == totals.busy:
             self._raise_whole()
