@@ -5,6 +5,7 @@ As in `_torch_private`, a name that this version of torch does not have is an er
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -80,6 +81,14 @@ def collectives_made() -> int:
         with suppress(RuntimeError):  # a backend that does not count
             made += group._get_sequence_number_for_group()
     return made
+
+
+def timeout_of(group: distributed.ProcessGroup | None, device: torch.device) -> float:
+    """Return how many seconds a collective of a process group may take; infinity where the backend does not say."""
+    members: Any = group or distributed.group.WORLD
+    with suppress(AttributeError, RuntimeError):
+        return float(members._get_backend(device).options._timeout.total_seconds())
+    return math.inf
 
 
 # --- Shards ---------------------------------------------------------------------------------------------------------

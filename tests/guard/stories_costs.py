@@ -1,12 +1,17 @@
 """What a step costs in collectives and bytes, counted on real ranks; the documentation says the same."""
 
+import time
+import warnings
+from datetime import timedelta
+
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import gradgate as gg
 from gradgate.guard.distributed import _replicas
 from gradgate.guard.distributed._ranks import WIDTH
 from tests.guard.counted import collectives
-from tests.guard.rank_nets import GRADIENT, NAN, data, loss_of, marked, replica
+from tests.guard.rank_nets import GRADIENT, NAN, data, loss_of, marked, network, replica
 
 PARAMETERS, BYTES = 4, 8 * (5 * 3 + 5 + 5 + 1)  # of the network, in double precision
 
@@ -57,4 +62,43 @@ def what_a_step_of_many_buffers_costs(rank):
     assert [name for name, _ in bad] == ["all_reduce"] * 2 * count + ["all_gather_object"]
 
 
-STORIES = [what_a_step_costs, what_a_step_of_many_buffers_costs]
+def warnings_of(guard, model, rank, steps, seconds=0.0):
+    """Return what healthy steps of a slow loss function warn of."""
+
+    def slow(x):
+        time.sleep(seconds)
+        return loss_of(model)(x)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            guard.backward(data([4] * dist.get_world_size())[rank], slow)
+    return [str(one.message) for one in seen if issubclass(one.category, gg.errors.GradgateWarning)]
+
+
+def a_search_that_would_exceed_the_timeout_is_announced(rank):
+    """DDP: the others wait for a whole search. FSDP2: only from one gather to the next."""
+    model = replica(process_group=dist.new_group(timeout=timedelta(seconds=20)))
+    guard = gg.Guard(model)
+    assert guard._agreement.timeout == 20
+    assert warnings_of(guard, model, rank, steps=1, seconds=2.0) == []  # it may have compiled the model
+    (text,) = warnings_of(guard, model, rank, steps=2, seconds=2.0)  # once
+    assert text.startswith(f"Guard: a search for bad samples on rank {rank} may keep the other ranks waiting for 2")
+    assert " s (12 passes of 2" in text
+    assert "and the timeout of the process group is 20 s.\nWhy: they wait in a collective, " in text
+    assert "\nFix: dist.init_process_group(..., timeout=timedelta(seconds=" in text
+
+    model = fully_shard(network())
+    guard = gg.Guard(model)
+    assert guard._agreement.timeout > 20  # that of the default group
+    assert warnings_of(guard, model, rank, steps=2) == []
+    guard._agreement.timeout = 0.1
+    (text,) = warnings_of(guard, model, rank, steps=2, seconds=0.2)
+    assert " s (its longest time between two gathers), and the timeout of the process group is 0.1 s.\nWhy: " in text
+
+
+STORIES = [
+    what_a_step_costs,
+    what_a_step_of_many_buffers_costs,
+    a_search_that_would_exceed_the_timeout_is_announced,
+]

@@ -64,6 +64,9 @@ class Agreement(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Give what every process has, to every process."""
 
+    def warn_of_timeout(self, seconds: float, explained: str) -> None:
+        """Warn, once, if a search keeps the other processes waiting for too long."""
+
     def bring(self, evidence: Any, owners: Sequence[int]) -> dict[int, Any]:
         """Bring what some processes have to the first one."""
 

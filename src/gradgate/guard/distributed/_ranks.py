@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gradgate._text import text_of
-from gradgate.errors import ArgumentValueError, OtherRankError
+from gradgate._text import text_of, user_level
+from gradgate._torch_distributed import timeout_of
+from gradgate.errors import ArgumentValueError, GradgateWarning, OtherRankError
 
 # --- What a rank says -----------------------------------------------------------------------------------------------
 
@@ -123,6 +125,8 @@ class Ranks:
         self.world_size = distributed.get_world_size(group)
         self.made = 0
         """How many collectives a wrapper has made in the forward of this step."""
+        self.timeout = timeout_of(group, device)
+        self._warned = False
 
     def add(self, numbers: torch.Tensor, *, in_haste: bool = False) -> None:
         """Add numbers over all ranks, in place."""
@@ -147,6 +151,19 @@ class Ranks:
         with self.talking():
             distributed.all_gather_object(values, value, group=self.group)
         return values
+
+    def warn_of_timeout(self, seconds: float, explained: str) -> None:
+        """Warn, once, if the other ranks may have to wait longer than the process group allows in a search."""
+        if seconds > self.timeout and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Guard: a search for bad samples on rank {self.rank} may keep the other ranks waiting for "
+                f"{seconds:.3g} s ({explained}), and the timeout of the process group is {self.timeout:.3g} s.\n"
+                "Why: they wait in a collective, which fails after the timeout; that ends the training.\n"
+                f"Fix: dist.init_process_group(..., timeout=timedelta(seconds={2 * seconds:.0f}))",
+                GradgateWarning,
+                stacklevel=user_level(),
+            )
 
     def agreed(self, value: Any, what: str) -> None:
         """Make sure that all ranks have the same."""

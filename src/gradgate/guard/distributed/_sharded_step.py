@@ -44,7 +44,11 @@ class ShardedStep(SharedStep):
             guard._outsiders.look(loss_fn)
         writes = guard._reader.writes(self._batch) if self._size else 0
         untouched = with_own_containers(self._batch)
+        first = guard._first
         error = self._try(self._batch, error)
+        if not first:
+            pause = self._agreement.longest_pause
+            self._agreement.warn_of_timeout(pause, "its longest time between two gathers")
         totals = self._tell_all(error)
         if totals.failed or not totals.stale:
             return error

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class Shards(Ranks):
         """Whether the last pass of a search has made a gradient that is not finite."""
         self.broken = False
         """Whether a collective has failed, so that no more can be made."""
+        self.longest_pause = self._since = 0.0
+        """The longest time between two gathers of the last pass, in seconds."""
         self._counts = self._learns = self._changed = self._played = False
 
     # --- Around a step
@@ -122,11 +125,13 @@ class Shards(Ranks):
     def begin(self, *, known: bool, counts: bool) -> None:
         """Start a step of all ranks; its order of collectives may be known, and they may be counted."""
         self.made, self._counts = 0, counts
+        self.longest_pause, self._since = 0.0, perf_counter()
         self._made, self._learns, self._changed, self._played = [], known, False, False
         self._mode = _Mode.KNOWN if known and self._orders.get(self._settings) else _Mode.ANNOUNCED
 
     def complete(self, *, failed: bool) -> None:
         """Take part in what is left of the others' step, after this rank's own has ended or failed."""
+        self._end_pause()
         if self._mode is _Mode.KNOWN:
             order = self._orders[self._settings]
             assert order is not None
@@ -203,14 +208,19 @@ class Shards(Ranks):
     def _gather(self, code: int, gather: Callable[[], None]) -> None:
         """Gather a unit that this rank's pass needs now."""
         before = collectives_made() if self._counts else 0
+        self._end_pause()
         with self._unbroken():
             if self._mode is _Mode.KNOWN:
                 self._made.append(code)
                 gather()
             else:
                 self._announce(code, gather)
+        self._since = perf_counter()
         if self._counts:
             self.made += collectives_made() - before
+
+    def _end_pause(self) -> None:
+        self.longest_pause = max(self.longest_pause, perf_counter() - self._since)
 
     def _reduce(self, code: int) -> None:
         """Hear that the gradients of a unit are ready and FSDP2 reduces them next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -99,13 +100,16 @@ class SharedStep:
         try:
             trial = LossTrial(loss_fn, state, self._agreement.check(guard._check), guard._catch, scaler, accumulate)
             trial.before_backward = self._before_backward
-            if guard._first:
+            if first := guard._first:
                 trial.first = True
                 guard._outsiders.look(loss_fn)
                 self._made_before = collectives_made()
             writes = guard._reader.writes(self._batch)
             untouched = with_own_containers(self._batch)
+            started = perf_counter()
             self._outcome = trial.run(self._batch, self._size)
+            if self._outcome.fault is not None or not first:  # a healthy first one may have compiled the model
+                self._warn_of_timeout(perf_counter() - started)
             trial.before_backward = None
             if self._outcome.skipped:
                 self._recovered = Recovered(None, [], [])
@@ -118,6 +122,10 @@ class SharedStep:
             self._agreement.withdraw()
             return raised
         return None
+
+    def _warn_of_timeout(self, seconds: float) -> None:
+        passes = 2 * self._size.bit_length() + 6  # at most, to find one bad sample
+        self._agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
 
     def _refuse_collectives(self) -> None:
         """Refuse, in the first step, a loss that talks to other ranks itself."""
