@@ -1,9 +1,11 @@
 """The layout of the page at three widths, light and dark: nothing overlaps, is cut, or is too small to read."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from gradgate.ledger import Ledger
 from gradgate.records import Incident
 from gradgate.report import render_page
 from tests.report import looks
@@ -19,7 +21,7 @@ SUSPECTS = {119: 1.1, 120: 5.2, 121: 9.0, 122: 12.5}
 
 # Texts that must be seen whole; those that end in dots on purpose (`clip`) need not.
 CUT = """() => [...document.querySelectorAll(
-    "h2, .lead, .tile dt, .tile dd, .facts dd, .finding h3, .chip, .note, .row.head .cell")]
+    "h2, .lead, .tile dt, .tile dd, .facts dd, .finding h3, .chip, .note, .row.head .cell, table.hard td, table.hard thead th")]
   .filter((one) => one.offsetParent && !one.closest(".clip, .scroll") && !one.classList.contains("clip"))
   .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline")
   .map((one) => one.outerHTML.slice(0, 120))"""
@@ -33,6 +35,7 @@ GRAPH_TEXTS = """() => [...document.querySelectorAll("svg.graph text")].map((one
   const zoom = picture.getBoundingClientRect().width / picture.viewBox.baseVal.width;
   return parseFloat(getComputedStyle(one).fontSize) * zoom;
 })"""
+CHART_TEXTS = GRAPH_TEXTS.replace("svg.graph", "svg.rewind-chart")
 OUT_OF_BOX = """() => [...document.querySelectorAll("g.box, g.cut-sign")].filter((box) => {
   const body = box.querySelector(".body, rect").getBoundingClientRect();
   return [...box.querySelectorAll(".title, .kind, .norm, .cut-sign text")].some((text) => {
@@ -63,7 +66,21 @@ def pages(tmp_path_factory):
         )
         for step, loss in SUSPECTS.items()
     ]
+    ranks = [replace(one, rank=place % 4, world_size=4) for place, one in enumerate(many(200))]
+    with Ledger(tmp_path_factory.mktemp("hard") / "hard.ledger", run="night") as hard:
+        hard.record_many(ranks)
+        names = [f"{ranks[place].sample_id}" for place in range(3)] + [f"data/{place:04}.png" for place in range(60)]
+        wrong = set(names[:2])
+        hard.record_losses(
+            [
+                (name, 5.0 if name in wrong else 2 / (epoch + 1) + len(names[0]) / 100)
+                for epoch in range(8)
+                for name in names
+            ]
+        )
+        with_history = render_page(hard)
     made = {
+        "ranks": with_history,
         "small": looks.sample_page(),
         "large": render_page(MemoryBook(many(2_000)), large_diagnosis(18), name="large.ledger"),
         "rewind": render_page(MemoryBook(spikes), name="night.ledger"),
@@ -85,6 +102,7 @@ def test_nothing_overlaps_or_is_cut(browser, pages, width, scheme):
             assert page.evaluate(CUT) == [], name
             assert min(page.evaluate(GRAPH_TEXTS), default=12) >= 12, name
             assert page.evaluate(OUT_OF_BOX) == [], name
+            assert min(page.evaluate(CHART_TEXTS), default=12) >= 12, name
             assert page.locator("aside.details").bounding_box()["height"] <= 844, name
 
 
@@ -137,16 +155,53 @@ def test_ties_and_zones_are_said(browser, pages):
         assert re.search(r"\d\d:\d\d:\d\d UTC", page.locator("aside.details .facts").inner_text())
 
 
-def test_a_rewind_is_drawn_with_its_loss_and_its_way_back(browser, pages):
+def test_a_rewind_is_drawn_with_its_loss_and_its_arc_back(browser, pages):
     with opened(browser, pages["rewind"]) as page:
         entry = page.locator("#rewinds li")
         assert entry.count() == 1
         assert "Back to step 100 without steps 119 to 122" in entry.inner_text()
-        heights = page.locator(".way .spike").evaluate_all(
+        heights = page.locator(".rewind-chart .spike").evaluate_all(
             "all => all.map((one) => one.getBoundingClientRect().height)"
         )
         assert heights == sorted(heights)
         assert len(heights) == 4
-        assert page.locator(".way .back").count() == 1
+        assert page.locator(".rewind-chart .back").count() == 1
     with opened(browser, pages["small"]) as page:
         assert page.locator("#rewinds").count() == 0
+
+
+def test_ranks_have_a_column_and_a_filter_only_where_there_are_several(browser, pages):
+    with opened(browser, pages["ranks"], size=(1400, 900)) as page:
+        assert page.locator(".row.head .cell.rank").is_visible()
+        assert "incidents on 4 ranks" in page.locator(".tiles").inner_text()
+        page.get_by_label("All ranks").select_option("rank 2")
+        page.get_by_text("50 of 200 incidents").wait_for()
+        assert set(page.locator(".viewport .cell.rank").all_inner_texts()) == {"2"}
+        page.get_by_role("button", name="Clear all").click()
+        page.get_by_role("button", name="Rank", exact=True).click()
+        assert page.locator(".viewport .cell.rank").first.inner_text() == "0"
+        page.locator(".viewport .row").first.click()
+        assert "Rank\n0" in page.locator("aside.details .facts").inner_text()
+    with opened(browser, pages["small"], size=(1400, 900)) as page:
+        assert not page.locator(".row.head .cell.rank").is_visible()
+        assert page.get_by_label("All ranks").count() == 0
+
+
+def test_hard_samples_are_listed_with_their_losses_only_where_a_history_exists(browser, pages):
+    with opened(browser, pages["ranks"], size=(1400, 900)) as page:
+        assert "2 samples have a loss that is high and does not fall" in page.locator("#hard .lead").inner_text()
+        rows = page.locator("#hard tbody tr")
+        assert rows.count() == 12
+        assert [row.split("\t")[-1] for row in rows.all_inner_texts()] == ["not falling"] * 2 + [""] * 10
+        assert page.locator("#hard .curve").count() == 12
+        assert page.locator("#hard .curve polyline").first.get_attribute("points").count(",") == 8
+        page.locator("#hard .link").first.click()
+        page.get_by_text("1 of 200 incidents").wait_for()
+    with opened(browser, pages["small"]) as page:
+        assert page.locator("#hard").count() == 0
+
+
+def test_samples_with_one_incident_each_are_not_ranked(browser, pages):
+    with opened(browser, pages["ranks"]) as page:
+        assert page.locator("#worst .lead").inner_text() == "no sample has more than one incident, of 200"
+        assert page.locator("#worst li").count() == 0

@@ -192,3 +192,14 @@ def test_a_ledger_fits_and_other_things_do_not(ledger):
     assert isinstance(ledger, gg.report.Book)
     assert isinstance(MemoryBook([]), gg.report.Book)
     assert not isinstance([], gg.report.Book)
+
+
+def test_hard_samples_come_with_their_losses_and_the_median_of_all(ledger):
+    assert data_of(render_page(ledger))["ledger"]["hard"] is None
+    ledger.record_losses([(f"s{place}", float(place)) for _ in range(4) for place in range(40)])
+    ledger.record_losses([("wrong", 500.0)] * 4)
+    hard = data_of(render_page(ledger))["ledger"]["hard"]
+    assert (hard["samples"], hard["suspicious"], hard["median"]) == (41, 1, 20)
+    assert [one["sample"] for one in hard["listed"]] == ["wrong", *(f"s{place}" for place in range(39, 28, -1))]
+    assert hard["listed"][0] == {"sample": "wrong", "losses": [500.0] * 4, "recent": 500.0, "suspicious": True}
+    assert data_of(render_page(MemoryBook(many(3))))["ledger"]["hard"] is None

@@ -1,4 +1,4 @@
-// What the page is told, as gradgate.report packs it, and how it is unpacked.
+// The data of the page, as gradgate.report packs it, and how it is unpacked.
 
 export type Norm = number | "nan" | "inf" | "-inf" | null;
 
@@ -128,6 +128,22 @@ export interface Incidents {
   norm: Norm[];
 }
 
+export interface HardSample {
+  sample: string;
+  losses: number[];
+  recent: number;
+  /** Its loss is high and does not fall. */
+  suspicious: boolean;
+}
+
+/** The samples with the largest losses, where a history of losses was kept. */
+export interface HardSamples {
+  samples: number;
+  suspicious: number;
+  median: number;
+  listed: HardSample[];
+}
+
 export interface LedgerData {
   name: string;
   total: number;
@@ -137,6 +153,9 @@ export interface LedgerData {
   cut: boolean;
   incidents: Incidents;
   previewOf: Map<number, Part[]>;
+  hard: HardSamples | null;
+  /** The ranks that have incidents, in order. */
+  ranks: number[];
 }
 
 export interface PageData {
@@ -162,6 +181,7 @@ export async function unpack(bytes: Uint8Array<ArrayBuffer>): Promise<PageData> 
 function readLedger(raw: any): LedgerData {
   const columns = raw.columns;
   const previewOf = new Map<number, Part[]>();
+  const numbers = Object.fromEntries(NUMBERS.map((name) => [name, undelta(columns[name])])) as Incidents["numbers"];
   for (const [row, sample] of raw.previews.of) previewOf.set(row, raw.previews.samples[sample]);
   return {
     name: raw.name,
@@ -171,11 +191,13 @@ function readLedger(raw: any): LedgerData {
     runs: raw.runs,
     cut: raw.cut,
     previewOf,
+    hard: raw.hard ?? null,
+    ranks: [...new Set(numbers.rank)].filter((rank) => !Number.isNaN(rank)).sort((a, b) => a - b),
     incidents: {
       count: raw.id.length,
       ids: raw.id,
       text: Object.fromEntries(WORDS.map((name) => [name, new Words(columns[name])])) as Incidents["text"],
-      numbers: Object.fromEntries(NUMBERS.map((name) => [name, undelta(columns[name])])) as Incidents["numbers"],
+      numbers,
       loss: columns.loss.numbers,
       norm: columns.norm.numbers,
     },

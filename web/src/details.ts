@@ -23,7 +23,7 @@ export function details(ledger: LedgerData, row: number): HTMLElement {
     ["Epoch", whole(numbers.epoch[row])],
     ["Step", whole(numbers.step[row])],
     ["Row of the batch", whole(numbers.row[row])],
-    ["Rank", numbers.rank[row] ? whole(numbers.rank[row]) : null],
+    ["Rank", ledger.ranks.length > 1 || numbers.rank[row] ? whole(numbers.rank[row]) : null],
     ["Loss", incidents.loss[row] === null ? null : short(incidents.loss[row])],
     ["Gradient norm", incidents.norm[row] === null ? null : short(incidents.norm[row])],
     ["Transient", numbers.transient[row] === 1 ? "yes: it did not come again" : null],

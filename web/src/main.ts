@@ -5,6 +5,7 @@ import { empty, h, section } from "./dom";
 import { findingsSection } from "./findings";
 import { moment, visible, zone } from "./format";
 import { GraphSection } from "./graph/graph";
+import { hardSection } from "./hard";
 import { layersSection } from "./layers";
 import { Live } from "./live";
 import { rewindsSection } from "./rewinds";
@@ -24,6 +25,7 @@ class Page {
   private summary: HTMLElement | null = null;
   private worst: HTMLElement | null = null;
   private rewinds: HTMLElement | null = null;
+  private hard: HTMLElement | null = null;
 
   constructor(private readonly live: Live | null) {}
 
@@ -41,9 +43,11 @@ class Page {
       this.selection = new Selection(data.ledger);
       this.table = new IncidentTable(this.selection);
       this.timeline = new Timeline(this.selection);
-      this.worst = this.makeWorst(this.selection);
+      this.worst = worstSection(this.selection, this.toTable);
       this.rewinds = rewindsSection(data.ledger);
-      sections.push(this.timeline.element, ...(this.rewinds ? [this.rewinds] : []), this.worst, this.table.element);
+      this.hard = hardSection(this.selection, this.toTable);
+      const parts = [this.timeline.element, this.rewinds, this.worst, this.hard, this.table.element];
+      sections.push(...parts.filter((part) => part !== null));
       this.hideEmpty(data);
       after.push(() => this.timeline?.draw());
     }
@@ -62,15 +66,17 @@ class Page {
     this.rewinds?.remove();
     if (rewinds) this.timeline?.element.after(rewinds);
     this.rewinds = rewinds;
-    const worst = this.makeWorst(selection);
+    const worst = worstSection(selection, this.toTable);
     this.worst?.replaceWith(worst);
     this.worst = worst;
+    const hard = hardSection(selection, this.toTable);
+    this.hard?.remove();
+    if (hard) worst.after(hard);
+    this.hard = hard;
     this.hideEmpty(data);
   }
 
-  private makeWorst(selection: Selection): HTMLElement {
-    return worstSection(selection, () => document.getElementById("incidents")?.scrollIntoView({ behavior: "smooth" }));
-  }
+  private readonly toTable = (): void => document.getElementById("incidents")?.scrollIntoView({ behavior: "smooth" });
 
   /** Where nothing was dropped, the table says so, and the rest would only repeat it. */
   private hideEmpty(data: PageData): void {
@@ -80,7 +86,7 @@ class Page {
   }
 
   private head(data: PageData, sections: HTMLElement[]): HTMLElement {
-    const links = sections.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2")?.textContent ?? ""));
+    const links = sections.filter((one) => !one.hidden).map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2")?.textContent ?? ""));
     return h(
       "header",
       { class: "page-head" },

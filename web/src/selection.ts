@@ -1,9 +1,9 @@
-// Which incidents are looked at, and in which order: search, filters and sorting over whole columns.
+// Which incidents are shown, and in which order: search, filters and sorting over whole columns.
 
 import type { LedgerData, Words } from "./data";
 
 export type Axis = "time" | "step";
-export type Column = "time" | "step" | "sample" | "stage" | "cause" | "what" | "where";
+export type Column = "time" | "step" | "rank" | "sample" | "stage" | "cause" | "what" | "where";
 
 export interface Filter {
   query: string;
@@ -11,11 +11,12 @@ export interface Filter {
   stage: string | null;
   run: string | null;
   sample: string | null;
+  rank: number | null;
   persistence: "transient" | "persistent" | null;
   range: { axis: Axis; low: number; high: number } | null;
 }
 
-const NOTHING: Filter = { query: "", cause: null, stage: null, run: null, sample: null, persistence: null, range: null };
+const NOTHING: Filter = { query: "", cause: null, stage: null, run: null, sample: null, rank: null, persistence: null, range: null };
 const SEARCHED = ["sample", "message", "cause", "exception", "where", "module", "run", "stage"] as const;
 const collator = new Intl.Collator("en", { numeric: true });
 
@@ -87,7 +88,8 @@ export class Selection {
       const place = text[name].words.indexOf(wanted);
       tests.push((row) => place >= 0 && text[name].index[row] === place);
     }
-    const { persistence, range } = this.filter;
+    const { rank, persistence, range } = this.filter;
+    if (rank !== null) tests.push((row) => numbers.rank[row] === rank);
     if (persistence) tests.push((row) => (numbers.transient[row] === 1) === (persistence === "transient"));
     if (range) {
       const values = numbers[range.axis];
@@ -121,7 +123,7 @@ export class Selection {
 
   private key(column: Exclude<Column, "time">): Float64Array | Int32Array {
     const { text, numbers } = this.ledger.incidents;
-    if (column === "step") return numbers.step.map((step) => (Number.isNaN(step) ? -1 : step));
+    if (column === "step" || column === "rank") return numbers[column].map((value) => (Number.isNaN(value) ? -1 : value));
     return this.rank(column === "what" ? text.message : text[column]);
   }
 

@@ -35,7 +35,7 @@ function ledgerTiles(ledger: LedgerData): HTMLElement[] {
     tile("Samples affected", count(samples.size)),
     tile("Known to be bad", count(ledger.bad), "", ledger.bad ? "left out by gg.without" : ""),
     tile("Transient", count(transient), "", transient ? "did not come again" : ""),
-    tile("Runs", count(ledger.runs.length)),
+    tile("Runs", count(ledger.runs.length), "", ledger.ranks.length > 1 ? `incidents on ${count(ledger.ranks.length)} ranks` : ""),
   ];
 }
 

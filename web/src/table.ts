@@ -8,6 +8,7 @@ import type { Column, Filter, Selection } from "./selection";
 const COLUMNS: [Column, string][] = [
   ["time", `Time, ${zone()}`],
   ["step", "Step"],
+  ["rank", "Rank"],
   ["sample", "Sample"],
   ["stage", "Stage"],
   ["cause", "Cause"],
@@ -23,6 +24,7 @@ export class IncidentTable {
   readonly element: HTMLElement;
   private readonly search = h("input", { type: "search", id: "search", placeholder: "Search samples, messages, places", "aria-label": "Search incidents", spellcheck: "false", autocomplete: "off" });
   private readonly choices = h("div", { class: "choices" });
+  private readonly tools = h("div", { class: "tools" }, this.search, this.choices);
   private readonly chips = h("div", { class: "chips" });
   private readonly tally = h("p", { class: "note", role: "status" });
   private readonly heads = h("div", { class: "row head", role: "row" });
@@ -37,8 +39,7 @@ export class IncidentTable {
   private typing = 0;
 
   constructor(private readonly selection: Selection) {
-    const tools = h("div", { class: "tools" }, this.search, this.choices);
-    this.element = section("incidents", "Incidents", "", tools, this.chips, this.tally, h("div", { class: "table-and-details" }, h("div", { class: "table-side" }, this.grid, this.nothing), this.aside));
+    this.element = section("incidents", "Incidents", "", this.tools, this.chips, this.tally, h("div", { class: "table-and-details" }, h("div", { class: "table-side" }, this.grid, this.nothing), this.aside));
     this.search.addEventListener("input", () => {
       clearTimeout(this.typing);
       this.typing = window.setTimeout(() => {
@@ -70,7 +71,9 @@ export class IncidentTable {
     }
     const all = ledger.incidents.count;
     this.tally.textContent = narrowed ? `${count(rows.length)} of ${plural(all, "incident")}` : plural(all, "incident");
+    this.tools.hidden = all === 0;
     this.grid.hidden = rows.length === 0;
+    this.grid.classList.toggle("with-ranks", ledger.ranks.length > 1);
     this.nothing.hidden = rows.length > 0;
     if (rows.length === 0) {
       this.nothing.replaceChildren(
@@ -117,6 +120,7 @@ export class IncidentTable {
     const cells: Record<Column, string> = {
       time: moment(numbers.time[row]!),
       step: Number.isNaN(step) ? "" : count(step),
+      rank: String(numbers.rank[row]!),
       sample: text.sample.at(row) ?? "–",
       stage: text.stage.at(row) ?? "",
       cause: text.cause.at(row) ?? "",
@@ -212,11 +216,13 @@ export class IncidentTable {
       });
       return select;
     };
+    const ranks = this.selection.ledger.ranks.map((rank) => `rank ${rank}`);
     const kinds = numbers.transient.includes(1) ? ["persistent", "transient"] : [];
     const made = [
       choice("All causes", text.cause.words, filter.cause, (cause) => this.selection.narrow({ cause })),
       choice("All stages", text.stage.words, filter.stage, (stage) => this.selection.narrow({ stage })),
       choice("All runs", text.run.words, filter.run, (run) => this.selection.narrow({ run })),
+      choice("All ranks", ranks, filter.rank === null ? null : `rank ${filter.rank}`, (value) => this.selection.narrow({ rank: value === null ? null : Number(value.slice(5)) })),
       choice("Transient or not", kinds, filter.persistence, (value) => this.selection.narrow({ persistence: value as Filter["persistence"] })),
     ];
     this.choices.replaceChildren(...made.filter((one) => one !== null));

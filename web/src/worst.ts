@@ -22,6 +22,7 @@ export function worstSection(selection: Selection, show: () => void): HTMLElemen
   });
   if (!worst.length) return section("worst", "Worst samples", "", empty("No sample has a name", "Give ids= to guard.backward, so that incidents say which sample it was."));
   const most = counts[worst[0]!]!;
+  if (most === 1 && words.length > SHOWN) return section("worst", "Worst samples", `no sample has more than one incident, of ${count(words.length)}`);
   const entries = worst.map((place) => {
     const sample = words[place]!;
     const bar = h("span", { class: "bar", "aria-hidden": "true" });

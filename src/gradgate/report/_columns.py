@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any, Protocol, runtime_checkable
 
 from gradgate._text import json_text, plain, visible
@@ -57,6 +59,33 @@ class Book(Protocol):
 
     def payload_of(self, incident_id: str) -> bytes | None:
         """Give the stored sample of an incident, if there is one."""
+
+
+@runtime_checkable
+class LossBook(Protocol):
+    """A book that may also have losses of samples, as `gradgate.Ledger` has after `Guard(history=True)`."""
+
+    def hardest(self, k: int = 10) -> Sequence[HistoryOfBook]:
+        """Give the samples with the largest losses, the hardest first."""
+
+    def suspicious(self) -> Sequence[HistoryOfBook]:
+        """Give those whose loss is high and does not fall."""
+
+
+class HistoryOfBook(Protocol):
+    """The losses of one sample, as `gradgate.ledger.SampleHistory` describes them."""
+
+    @property
+    def sample_id(self) -> str:
+        """The sample."""
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Its last losses, the oldest first."""
+
+    @property
+    def recent(self) -> float:
+        """The loss that it is judged by."""
 
 
 # --- Columns --------------------------------------------------------------------------------------------------------
@@ -379,6 +408,35 @@ def _in_turn(incidents: Sequence[Incident]) -> Iterator[int]:
     yield from (place for place in range(len(incidents) - 1, -1, -1) if place not in chosen)
 
 
+# --- Hard samples ---------------------------------------------------------------------------------------------------
+
+
+_HARD = 12
+
+
+def hard_samples(book: Book) -> dict[str, Any] | None:
+    """Give the hardest and the suspicious samples with their losses, and the median of all; None without histories."""
+    histories = book.hardest(sys.maxsize) if isinstance(book, LossBook) else ()
+    if not isinstance(book, LossBook) or not histories:
+        return None
+    suspicious = {history.sample_id for history in book.suspicious()}
+    listed = [*histories[:_HARD], *[one for one in histories[_HARD:] if one.sample_id in suspicious][:_HARD]]
+    return {
+        "samples": len(histories),
+        "suspicious": len(suspicious),
+        "median": number(median(history.recent for history in histories)),
+        "listed": [
+            {
+                "sample": one.sample_id,
+                "losses": [number(loss) for loss in one.losses],
+                "recent": number(one.recent),
+                "suspicious": one.sample_id in suspicious,
+            }
+            for one in listed
+        ],
+    }
+
+
 # --- All of it ------------------------------------------------------------------------------------------------------
 
 
@@ -428,6 +486,7 @@ def gather(book: Book, name: str) -> dict[str, Any]:
             "details": details,
         },
         "previews": choose_previews(book, incidents),
+        "hard": hard_samples(book),
     }
 
 
