@@ -21,7 +21,7 @@ SUSPECTS = {119: 1.1, 120: 5.2, 121: 9.0, 122: 12.5}
 
 # Texts that must be seen whole; those that end in dots on purpose (`clip`) need not.
 CUT = """() => [...document.querySelectorAll(
-    "h2, .lead, .tile dt, .tile dd, .facts dd, .finding h3, .chip, .note, .row.head .cell, table.hard td, table.hard thead th")]
+    "h2, .lead, .tile dt, .tile dd, .facts dd, .finding h3, .chip, .note, .row.head .cell, .hard td, thead th")]
   .filter((one) => one.offsetParent && !one.closest(".clip, .scroll") && !one.classList.contains("clip"))
   .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline")
   .map((one) => one.outerHTML.slice(0, 120))"""
