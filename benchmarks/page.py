@@ -9,11 +9,21 @@ from benchmarks.harness import BEHIND, Result, duration
 from benchmarks.record import Record
 
 ABOUT = """\
-A figure is the median over rounds of ours / base (or of base / ours where it says *faster*), all candidates
-interleaved in each round, each after a call that is not timed; *iqr*, the interquartile range of those ratios, is the
-noise. The field gives the ratio of every candidate to the base and its time per call. A *peer* does the same job; the
-others are the plain operation that leaves nothing out, a limit that nothing can beat, or ours in another form.
+A figure is the median over rounds of ours / base, or of base / ours where it says *faster*. All candidates are
+interleaved in each round, each after an untimed call; *iqr*, the interquartile range of the ratios, is the noise.
 Everything runs on one thread."""
+
+FIELD = """\
+The field lists the ratio of every candidate to the base and its time per call. A *peer* does the same job; the others
+are the plain operation that leaves nothing out, a limit that nothing can beat, or ours in another form."""
+
+WORST = 5  # rows behind their goal that the summary lists
+CHARTS = (
+    "a healthy step of the guard, CNN",
+    "a guarded step, a module raises, 1 bad, MLP",
+    "masked.mean of all elements, with its gradient, 10 % NaN",
+)
+"""The charts of the summary."""
 
 FASTER = 1.05  # below this, a peer that is faster is noise
 
@@ -31,6 +41,7 @@ def page(record: Record, charts: str) -> str:
     results = list(record.results.values())
     sections = [
         _head(record),
+        FIELD,
         _behind(results),
         _faster(results),
         _charts(results, charts),
@@ -41,7 +52,7 @@ def page(record: Record, charts: str) -> str:
 
 
 def summary(record: Record, charts: str) -> str:
-    """Write the page on one screen: how many goals are met, where they are missed, and how cost grows.
+    """Write the page on one screen: how many goals are met, the worst misses, and how cost grows.
 
     Args:
         record: What was measured.
@@ -56,9 +67,9 @@ def summary(record: Record, charts: str) -> str:
     for package in packages:
         met = [result.met for result in results if result.row.package == package]
         lines.append((package, str(len(met)), f"{met.count(True)} of {len(met) - met.count(None)}"))
-    every = "Every row, its goal and all peers are in `benchmarks/results.md` of the repository."
+    every = "All rows with their peers are in `benchmarks/results.md` of the repository."
     table = _table(("package", "rows", "goals met"), lines)
-    sections = [_head(record), f"{every}\n\n{table}", _behind(results), _charts(results, charts)]
+    sections = [_head(record), f"{every}\n\n{table}", _behind(results, WORST), _charts(results, charts, CHARTS)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
@@ -117,17 +128,18 @@ def _head(record: Record) -> str:
     missing = record.rows - len(record.results)
     lacking = f" {missing} of {record.rows} rows are not in it." if missing else ""
     run = f"`{command}`, {when}. **{met} of {goals} goals are met.**{lacking}"
-    return "\n\n".join(["# What was measured", run, f"{machine}.", ABOUT])
+    return "\n\n".join(["# Benchmarks", run, f"{machine}.", ABOUT])
 
 
-def _behind(results: Sequence[Result]) -> str:
+def _behind(results: Sequence[Result], most: int | None = None) -> str:
     behind = sorted((result for result in results if result.behind > BEHIND), key=lambda result: -result.behind)
     title = "## Behind its goal by more than 25 %\n\n"
     if not behind:
         return title + "Nothing."
     heads = ("package", "what", "goal", "measured", "behind")
-    lines = [(r.row.package, r.row.title, r.goal, figure(r), f"{r.behind - 1:.0%}") for r in behind]
-    return title + _table(heads, lines)
+    lines = [(r.row.package, r.row.title, r.goal, figure(r), f"{r.behind - 1:.0%}") for r in behind[:most]]
+    shown = f"{len(behind)} rows; the first {most} of them:\n\n" if most is not None and len(behind) > most else ""
+    return title + shown + _table(heads, lines)
 
 
 def _faster(results: Sequence[Result]) -> str:
@@ -149,8 +161,9 @@ def _faster(results: Sequence[Result]) -> str:
     return title + _table(("package", "what", "peer", "faster", "time per call"), lines)
 
 
-def _charts(results: Sequence[Result], where: str) -> str:
-    pictures = [f"![{title}]({where}{file_name(title)})" for title in charts_of(results)]
+def _charts(results: Sequence[Result], where: str, shown: Sequence[str] | None = None) -> str:
+    titles = [title for title in charts_of(results) if shown is None or title in shown]
+    pictures = [f"![{title}]({where}{file_name(title)})" for title in titles]
     return "## How cost grows\n\n" + "\n\n".join(pictures) if pictures else ""
 
 
