@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -220,6 +222,64 @@ def healthy(kind, size):
     }
 
 
+def with_options(kind, size, options):
+    """A clean batch under a guard with some options, against one without."""
+    model, optimizer, batch, _ = training(kind, size, 0, nn.Identity())
+
+    def losses_of(batch):
+        inputs, labels, marks = batch
+        return F.cross_entropy(model(inputs, marks), labels, reduction="none")
+
+    def step(guard):
+        optimizer.zero_grad()
+        guard.backward(batch, losses_of, ids=range(size))
+        optimizer.step()
+
+    ledger = gg.Ledger(Path(tempfile.mkdtemp()) / "run.ledger")
+    guards = {"without": gg.Guard(model, ledger=ledger), "with": gg.Guard(model, ledger=ledger, **options)}
+    return {name: partial(step, guard) for name, guard in guards.items()}
+
+
+def clipping(kind, size):
+    """Clip each sample's gradient: under guard, and with a loop over the samples."""
+    torch.manual_seed(0)
+    front, back, shape = MODELS[kind]()
+    model = without_batch_norm(nn.Sequential(front, back))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    batch = torch.randn(size, *shape), torch.randint(0, 10, (size,))
+    guard = gg.Guard(model, clip_samples=1.0)
+
+    def loss_fn(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def loop():
+        totals = [torch.zeros_like(p) for p in model.parameters()]
+        for row in range(size):
+            optimizer.zero_grad()
+            loss_fn([leaf[row : row + 1] for leaf in batch]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for total, parameter in zip(totals, model.parameters(), strict=True):
+                total += parameter.grad
+        for total, parameter in zip(totals, model.parameters(), strict=True):
+            parameter.grad = total / size
+        optimizer.step()
+
+    return {
+        "loop": loop,
+        "guarded": partial(guarded_step, guard, optimizer, batch, loss_fn),
+        "not clipped": partial(plain_step, optimizer, batch, loss_fn),
+    }
+
+
+def without_batch_norm(model):
+    """Put nothing in the place of BatchNorm, in which samples meet."""
+    for module in model:
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
+                setattr(module, name, nn.Identity())
+    return model
+
+
 def faulty(kind, size, bad, fault, in_body=False, backward=False):
     """A batch with bad rows under guard and with the usual recipes, against a clean step."""
     logging.getLogger("gradgate").setLevel(logging.ERROR)
@@ -289,6 +349,18 @@ ROWS = [
     for kind in MODELS
     for size in BATCHES
 ]  # fmt: skip
+for kind in ("MLP", "transformer"):
+    for title, goal, options in (
+        ("healthy step with history=True", 1.03, {"history": True}),
+        ('healthy step with out_of_memory="split"', 1.02, {"out_of_memory": "split"}),
+    ):
+        candidates = partial(with_options, kind, 256, options)
+        goals = {"at_most": goal, "rounds": 41, "seconds": 6.0}
+        ROWS.append(Row("guard", f"{title}, batch 256, {kind}", candidates, "with", "without", **goals))
+for kind in MODELS:
+    candidates = partial(clipping, kind, 64)
+    title = f"gradients of samples clipped, batch 64, {kind}, against the loop"
+    ROWS.append(Row("guard", title, candidates, "guarded", "loop", at_most=1, peers=("loop",), rounds=5))
 for kind in MODELS:
     for size in BATCHES:
         for bad in (1, 4, size // 8):

@@ -386,13 +386,13 @@ class TrainingState:
         if guests or self._guests:
             self.refresh(guests)
         if self._bound:
-            if self._was_rebound():
+            if self.was_rebound():
                 self.refresh(guests)
             self._copies.take()
         self._lay_aside(self.parameters)
         self._complete = True
 
-    def _was_rebound(self) -> bool:
+    def was_rebound(self) -> bool:
         """Tell whether the model was moved, or a buffer was assigned, added or deleted."""
         for table, name, buffer in self._bound:
             if table.get(name, self) is not buffer:

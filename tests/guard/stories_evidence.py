@@ -197,8 +197,32 @@ def with_a_distributed_sampler(rank):
     assert set(everybody[0] + everybody[1]) == set(range(11)) - {2, 5, 8}
 
 
+def losses_of_all_ranks_reach_one_ledger(rank):
+    path = f"{shared_folder(rank)}/run.ledger"
+    model = replica()
+    guard = gg.Guard(model, ledger=path, history=True)
+    batches = marked(data([4, 3]), rank_1={1: NAN})
+    names = [f"{rank}-{row}" for row in range(len(batches[rank]))]
+    expected = []
+    for _ in range(70):  # they are written every 64 steps, by both at once
+        result = guard.backward(batches[rank], lambda x: model(x).square()[:, 0], ids=names)
+        expected.append(result.losses.tolist())
+        guard.backward(data([2, 0])[rank], lambda x: model(x).square()[:, 0], ids=["a", "b"][: 2 - 2 * rank])
+    guard.state_dict()
+    dist.barrier()
+    histories = {one.sample_id: one.losses for one in gg.Ledger(path, read_only=True).hardest(100)}
+    assert sorted(histories) == ["0-0", "0-1", "0-2", "0-3", "1-0", "1-2", "a", "b"]
+    for place, row in enumerate(result.kept):
+        wanted = torch.tensor(expected)[-32:, place]
+        torch.testing.assert_close(torch.tensor(histories[f"{rank}-{row}"]), wanted, rtol=1e-3, atol=1e-3)
+    error = raised_by(lambda: gg.Guard(model, history=True))
+    assert "`history` is True, and there is no `ledger`" in str(error)
+    dist.barrier()
+
+
 STORIES = [
     incidents_of_all_ranks_reach_one_ledger,
+    losses_of_all_ranks_reach_one_ledger,
     a_ledger_with_snapshots_has_those_of_the_rank,
     sinks_of_the_first_rank_take_all,
     one_rank_looks_alone,

@@ -321,6 +321,9 @@ def what_is_refused(rank):
         error = raised_by(call)
         assert type(error) is gg.errors.ArgumentTypeError, f"{text}: {error}"
         assert text in str(error)
+    for name, value in {"out_of_memory": "split", "clip_samples": 1.0}.items():
+        error = raised_by(lambda given={name: value}: gg.Guard(wrapped, **given))
+        assert f"`{name}` is {value!r}, and several ranks share the model." in str(error)
 
 
 def what_is_refused_when_it_is_used(rank):

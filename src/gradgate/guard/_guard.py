@@ -28,6 +28,7 @@ from gradgate._torch_private import (
 )
 from gradgate._trees import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, TooManyBadSamples
+from gradgate.guard._clip import ClippedTrial, check_clipping, checked_clip
 from gradgate.guard._parts import OutOfMemory, StepInParts
 from gradgate.guard._result import (
     GuardResult,
@@ -108,7 +109,10 @@ class Guard:
             parts are not the whole. With several ranks only "raise".
         history: Write the loss of every sample into the ledger, where the loss function gives one loss for each and the
             ids are known: `ledger.hardest()`, `ledger.suspicious()`. They are written every 64 steps, with
-            `state_dict`, and at the end of `loop`. Not over ranks.
+            `state_dict`, and at the end of `loop`; over ranks, each writes those of its own samples.
+        clip_samples: The largest 2-norm of the gradient of one sample, over all guarded parameters: longer ones are
+            scaled down to it before the mean over the kept samples is taken. The loss of a sample is that of a batch
+            of it alone. Not where samples meet (BatchNorm in training mode), nor over ranks.
 
     Raises:
         ArgumentTypeError: The model is no module, or one that ranks share in a way that is not supported; `catch` holds
@@ -146,6 +150,7 @@ class Guard:
         run: str | None = None,
         out_of_memory: OutOfMemory = "raise",
         history: bool = False,
+        clip_samples: float | None = None,
     ) -> None:
         self._arguments = dict(locals())
         del self._arguments["self"]
@@ -171,6 +176,7 @@ class Guard:
         self.payload = payload
         self.min_kept = min_kept
         self.out_of_memory = checked_out_of_memory(out_of_memory, isinstance(self._agreement, SingleProcess))
+        self.clip_samples = checked_clip(clip_samples, isinstance(self._agreement, SingleProcess))
         self.epoch: int | None = None
         """The epoch that incidents are recorded with, those of a resilient loader too; set it at the start of each."""
         self.global_step = 0
@@ -237,16 +243,27 @@ class Guard:
         if self._first:
             refuse_foreign_loop()
         if not isinstance(self._agreement, SingleProcess):
+            untouched = None if self._loss_history is None else with_own_containers(batch)
             if isinstance(agreement := self._agreement, Shards):
-                return ShardedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
-            return SharedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
+                result = ShardedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
+            else:
+                result = SharedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
+            if self._loss_history is not None and result.losses is not None:
+                names = self._ids_of(untouched, self._reader.count(untouched, ids), ids)
+                self._loss_history.add(names, result.kept, result.losses)
+            return result
         if batch is None:  # none of its samples could be loaded
             return self._without_samples()
         if self.out_of_memory != "raise" and self._first_row is None:
             return StepInParts(self, batch, loss_fn, ids, scaler, accumulate).run()
         check_function(batch, loss_fn, "guard.backward(batch, loss_fn)")
         size, writes, guests = self._reader.read(batch, ids)
-        trial = LossTrial(loss_fn, self._state, self._check, self._catch, scaler, accumulate)
+        how = (loss_fn, self._state, self._check, self._catch, scaler, accumulate)
+        if self.clip_samples is None:
+            trial = LossTrial(*how)
+        else:
+            check_clipping(self._modules, scaler, guests)
+            trial = ClippedTrial(*how, modules=self._modules, reader=self._reader, largest=self.clip_samples)
         if first := self._first:
             trial.first, trial.before_backward = True, self._look_around
             self._outsiders.look(loss_fn)
@@ -510,7 +527,7 @@ class Guard:
         if sums is not None:
             loss = mean_of(sums, loss)
         if recovered is None:
-            result = GuardResult(loss, outcome.per_sample, range(size))
+            result = GuardResult(loss, outcome.per_sample, range(size), clipped=outcome.clipped)
             tally = self._tally.after_step(size, bad=False, sums=sums)
             self._log_counts(size, tally)
             return result, tally, self.global_step + 1
@@ -524,6 +541,7 @@ class Guard:
             exact=not recovered.reasons,
             reason="; ".join(recovered.reasons),
             transient=tuple(incident for incident in incidents if incident.transient),
+            clipped=outcome.clipped,
         )
         tally = self._tally.after_step(size, bad=bool(recovered.dropped), incidents=incidents, sums=sums)
         self._log_counts(len(recovered.kept), tally)
@@ -620,12 +638,13 @@ class Guard:
         )
 
     def _history(self, ledger: Any) -> LossHistory:
-        if isinstance(ledger, Ledger) and isinstance(self._agreement, SingleProcess):
+        if ledger is None and self._closed is not None:  # of ranks, each writes the losses of its own samples
+            ledger = Ledger(self._closed)
+        if isinstance(ledger, Ledger):
             return LossHistory(ledger)
-        given = "several ranks share the model" if ledger is not None else "there is no `ledger`"
         raise ArgumentValueError(
-            f"Guard(): `history` is True, and {given}.",
-            why="the losses are written into the ledger of one process.",
+            "Guard(): `history` is True, and there is no `ledger`.",
+            why="the losses of samples are written into a ledger.",
             fix='Guard(model, ledger="run.ledger", history=True)',
         )
 

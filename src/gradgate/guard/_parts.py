@@ -175,6 +175,7 @@ class StepInParts:
             exact=not reasons,
             reason="; ".join(dict.fromkeys(reasons)),
             transient=transient,
+            clipped=sum(part.result.clipped for part in parts),
         )
 
     def _whole_loss(self) -> torch.Tensor | None:

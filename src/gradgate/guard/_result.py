@@ -106,10 +106,11 @@ class GuardResult:
             batch up to the rounding of sums.
         reason: Why they may not be; empty where they are.
         transient: What went wrong once and did not come again; nothing was dropped for it.
+        clipped: How many samples had a gradient longer than `Guard(clip_samples=...)`.
     """
 
     # Made in every step, so by hand: a frozen dataclass takes five times as long, a list of all rows even longer.
-    __slots__ = ("_kept", "_loss", "dropped", "exact", "losses", "reason", "transient")
+    __slots__ = ("_kept", "_loss", "clipped", "dropped", "exact", "losses", "reason", "transient")
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class GuardResult:
         exact: bool = True,
         reason: str = "",
         transient: tuple[Incident, ...] = (),
+        clipped: int = 0,
     ) -> None:
         self._loss = loss
         self.losses = losses
@@ -128,6 +130,7 @@ class GuardResult:
         self.exact = exact
         self.reason = reason
         self.transient = transient
+        self.clipped = clipped
 
     @property
     def loss(self) -> torch.Tensor:

@@ -575,7 +575,7 @@ class Probes:
         message = self._messages.get(rows[0], fault.message)
         where = fault.where or definition_line(self._trial.function)
         method = "search with the whole function"
-        if hint.issuperset(rows):
+        if hint.issuperset(rows) and (fault.error is None or fault.call is not None):
             kind = "gradients" if self._runs_backward else "values"
             method = f"{kind} that are not finite" if fault.error is None else "search in the module that raised"
         first = next((sighting for sighting in sightings if sighting.rows.issuperset(rows)), None)

@@ -497,6 +497,7 @@ class Outcome:
     per_sample: torch.Tensor | None = None
     bad_rows: frozenset[int] | None = None
     count: torch.Tensor | None = None
+    clipped: int = 0
 
     @property
     def skipped(self) -> bool:
