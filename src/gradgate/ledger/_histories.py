@@ -59,14 +59,11 @@ def write_losses(connection: Connection, losses: Iterable[tuple[object, float]])
         return
     if not _is_there(connection):
         connection.execute(HISTORY)
-    for name, added in new.items():
-        row = connection.execute("SELECT losses FROM history WHERE sample_id = ?", (name,)).fetchone()
-        kept = [*(() if row is None else _unpacked(row[0])), *added][-KEPT:]
-        connection.execute(
-            "INSERT INTO history (sample_id, losses) VALUES (?, ?) "
-            "ON CONFLICT (sample_id) DO UPDATE SET losses = excluded.losses",
-            (name, struct.pack(f"<{len(kept)}e", *kept)),
-        )
+    connection.executemany(
+        "INSERT INTO history (sample_id, losses) VALUES (?, ?) ON CONFLICT (sample_id) "
+        f"DO UPDATE SET losses = substr(CAST(losses || excluded.losses AS BLOB), -{2 * KEPT})",
+        [(name, struct.pack(f"<{len(added[-KEPT:])}e", *added[-KEPT:])) for name, added in new.items()],
+    )
 
 
 def read_histories(connection: Connection) -> list[SampleHistory]:
