@@ -1,10 +1,10 @@
-"""Adversarial training with gradient reversal: features that do not tell which scanner a picture comes from.
+"""Adversarial training with gradient reversal: features that do not reveal which scanner a picture comes from.
 
-Half of the digits come from a scanner that gives negatives. A second head tries to tell the scanners apart; behind a
-gradient reversal, its success teaches the features to hide the difference. Afterwards scikit-learn's logistic
-regression, which had no part in the training, is asked the same question. `gg.ReverseGrad` is a module whose strength
-is an attribute, so the usual schedule is an assignment; the Function that is copied from repository to repository
-gives the same weights bit for bit, but has to be handed the strength in every call.
+Half of the digits come from a scanner that produces negatives. A second head tries to distinguish the scanners; behind
+a gradient reversal, its success teaches the features to hide the difference. Afterwards scikit-learn's logistic
+regression, which took no part in the training, tries the same. `gg.ReverseGrad` is a module whose strength is an
+attribute, so the usual schedule is an assignment. The Function that people copy from repository to repository produces
+the same weights bit for bit, but needs the strength in every call.
 
 Run it: python examples/adversarial_reversal.py        (needs scikit-learn, no network; a few seconds)
 """
@@ -34,22 +34,22 @@ images[scanner] = 1 - images[scanner]  # the negatives
 
 
 class CopiedReversal(torch.autograd.Function):
-    """Turn the gradient round, as it is written everywhere."""
+    """Reverse the gradient, as most repositories do it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, strength: float) -> torch.Tensor:
-        """Give x."""
+        """Return x."""
         ctx.strength = strength
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Give the gradient, reversed and scaled."""
+        """Return the gradient, reversed and scaled."""
         return gradient.neg() * ctx.strength, None
 
 
 def train(way: str) -> nn.Sequential:
-    """Train features for the digits, against the second head; give them with the first head behind."""
+    """Train features for the digits, against the second head; return them with the first head."""
     torch.manual_seed(0)
     features = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16), nn.Tanh())
     digit, which = nn.Linear(16, 10), nn.Linear(16, 1)
@@ -66,33 +66,33 @@ def train(way: str) -> nn.Sequential:
             seen = reversal(hidden)
         else:
             seen = CopiedReversal.apply(hidden, strength) if way == "copied Function" else hidden.detach()
-        told_apart = F.binary_cross_entropy_with_logits(which(seen)[:, 0], scanner[rows].float())
-        (F.cross_entropy(digit(hidden), labels[rows]) + told_apart).backward()
+        distinguished = F.binary_cross_entropy_with_logits(which(seen)[:, 0], scanner[rows].float())
+        (F.cross_entropy(digit(hidden), labels[rows]) + distinguished).backward()
         optimizer.step()
     return nn.Sequential(features, digit)
 
 
 @torch.no_grad()
 def show(way: str, net: nn.Sequential) -> tuple[float, float]:
-    """Print how well digits are read from the features, and scanners."""
+    """Print how well the features reveal digits and scanners."""
     right = (net(images[TRAIN:]).argmax(1) == labels[TRAIN:]).float().mean().item()
     features = net[0](images).numpy()
     probe = LogisticRegression(max_iter=1000).fit(features[:TRAIN], scanner[:TRAIN])
-    told = float(probe.score(features[TRAIN:], scanner[TRAIN:]))
-    print(f"{way:20}{right:14.1%}{told:20.1%}")
-    return right, told
+    recognised = float(probe.score(features[TRAIN:], scanner[TRAIN:]))
+    print(f"{way:20}{right:14.1%}{recognised:20.1%}")
+    return right, recognised
 
 
 def main() -> int:
     """Train with and without the adversary."""
     ways = {way: train(way) for way in ("no adversary", "copied Function", "gg.ReverseGrad")}
-    print(f"{'':20}{'digits read':>14}{'scanners told':>20}")
+    print(f"{'':20}{'digits read':>14}{'scanners found':>20}")
     found = {way: show(way, net) for way, net in ways.items()}
     pairs = zip(ways["copied Function"].parameters(), ways["gg.ReverseGrad"].parameters(), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
     print("the same weights as with the copied Function, bit for bit:", "yes" if same else "NO")
-    (_, plain_told), (right, told) = found["no adversary"], found["gg.ReverseGrad"]
-    return 0 if same and right > 0.9 and told < plain_told - 0.1 else 1
+    (_, plain_recognised), (right, recognised) = found["no adversary"], found["gg.ReverseGrad"]
+    return 0 if same and right > 0.9 and recognised < plain_recognised - 0.1 else 1
 
 
 if __name__ == "__main__":

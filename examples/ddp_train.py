@@ -1,10 +1,10 @@
-"""Train on two ranks with DistributedDataParallel while one of them meets broken samples.
+"""Train on two ranks with DistributedDataParallel while one of them has broken samples.
 
 The handwritten digits of scikit-learn, a part for each rank, one part longer than the other. On one rank some pictures
-are missing (NaN), and some labels are out of range, for which the loss raises. Plain DDP spreads the NaN to every rank,
+are missing (NaN), and some labels are out of range, so that the loss raises. Plain DDP spreads the NaN to every rank,
 and a rank that skips a batch leaves the others waiting. With the guard every rank makes the same step with the good
-samples of all ranks: the weights are bit-identical on all ranks, and those of one process that never saw the broken
-samples, up to rounding.
+samples of all ranks: the weights are bit-identical on all ranks, and up to rounding those of one process that never saw
+the broken samples.
 
 Run it: torchrun --nproc-per-node 2 examples/ddp_train.py      (needs scikit-learn, no network; a few seconds)
 """
@@ -36,14 +36,14 @@ broken = {*missing, *unknown}
 
 
 def new_training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make the same start for every way of training."""
+    """Build the same network for every run."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     return net, torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
 
 
 def batches_of(rank: int) -> list[list[int]]:
-    """Give the rows of each batch of a rank; the two ranks have unequally many."""
+    """Return the rows of each batch of a rank; the ranks have different numbers."""
     rows = shares[rank] if rank < len(shares) else []
     return [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
 
@@ -60,17 +60,17 @@ def loaded(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def accuracy(net: nn.Module) -> float:
-    """Tell how many of the other digits are read."""
+    """Return the share of the test digits that are read correctly."""
     with torch.no_grad():
         return float((net(pictures[rest]).argmax(1) == classes[rest]).float().mean())
 
 
 def train_plain(rank: int) -> float:
-    """Train without the guard as far as it goes: the labels are right here, only pictures are missing."""
+    """Train without the guard. The labels are valid here; only pictures are missing."""
     net, _ = new_training()
     wrapped = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.2, momentum=0.9)
-    for rows in batches_of(rank)[:10]:  # equally many for all, or one rank would wait for the other
+    for rows in batches_of(rank)[:10]:  # the same number on both ranks, or one would wait
         x, _, _ = loaded(rows)
         optimizer.zero_grad()
         F.cross_entropy(wrapped(x), classes[rows]).backward()
@@ -85,7 +85,7 @@ def train_guarded(rank: int, ledger: str) -> tuple[nn.Module, gg.Guard]:
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.2, momentum=0.9)
     guard = gg.Guard(wrapped, ledger=ledger, patience=1000)  # new
     for _ in range(EPOCHS):
-        for x, y, names in guard.batches(map(loaded, batches_of(rank))):  # new: all ranks go on until the last is done
+        for x, y, names in guard.batches(map(loaded, batches_of(rank))):  # new: until the last rank is done
             optimizer.zero_grad()
             guard.backward((x, y), lambda batch: F.cross_entropy(wrapped(batch[0]), batch[1]), ids=names)  # new
             optimizer.step()
@@ -93,7 +93,7 @@ def train_guarded(rank: int, ledger: str) -> tuple[nn.Module, gg.Guard]:
 
 
 def train_alone(world: int) -> nn.Module:
-    """Train in one process on what all ranks have together, without the broken samples."""
+    """Train in one process on the samples of all ranks, without the broken ones."""
     net, optimizer = new_training()
     every = [batches_of(rank) for rank in range(world)]
     for _ in range(EPOCHS):
@@ -107,13 +107,13 @@ def train_alone(world: int) -> nn.Module:
 
 
 def distance(net: nn.Module, other: nn.Module) -> float:
-    """Give the largest difference of two weights."""
+    """Return the largest difference of two weights."""
     pairs = zip(net.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def main() -> None:
-    """Train in both ways, compare, and print what the first rank sees."""
+    """Train without and with the guard, compare, and print on the first rank."""
     logging.getLogger("gradgate").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,9 +1,9 @@
 """Fine-tune with frozen layers, thaw them by a schedule, and resume in the middle of it.
 
-A network has learned the digits 0-4. Its trunk is kept while a new head learns 5-9 from 60 images of a brighter
-scanner; from epoch 8 on the second block may learn as well. Plain PyTorch freezes with `requires_grad_(False)`: the
-weights stay, the statistics of BatchNorm do not, and a trunk that was "frozen" forgets the old digits.
-`gg.FreezeSchedule` freezes all of it, and its state goes into the checkpoint.
+A network has learned the digits 0-4. Its trunk stays frozen while a new head learns 5-9 from 60 images of a brighter
+scanner; from epoch 8 on the second block learns as well. Plain PyTorch freezes with `requires_grad_(False)`: the
+weights stay, but the statistics of BatchNorm do not, and the trunk forgets the old digits. `gg.FreezeSchedule` freezes
+all of it, and its state goes into the checkpoint.
 
 Run it: python examples/finetune_unfreezing.py        (needs scikit-learn, no network; a few seconds)
 """
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import gradgate as gg
 
-PLAN = {0: ["head.*"], 8: ["block2.*"]}  # who learns from which epoch on; block1 never does
+PLAN = {0: ["head.*"], 8: ["block2.*"]}  # what learns from which epoch on; block1 never does
 THAW, RESTART, EPOCHS = 8, 5, 16
 
 digits = load_digits()
@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.head = nn.Linear(128, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the logits."""
+        """Return the logits."""
         return self.head(self.block2(self.block1(x)).flatten(1))
 
 
@@ -62,7 +62,7 @@ def accuracy(net: Net, x: torch.Tensor, y: torch.Tensor, head: nn.Module | None 
 
 
 def tune(start: Net, *, scheduled: bool) -> tuple[Net, float]:
-    """Fine-tune a copy; give it, and what its trunk knows of the old digits when it is about to be thawed."""
+    """Fine-tune a copy; return it, and the accuracy of its trunk on the old digits just before the thaw."""
     torch.manual_seed(1)
     net, known = copy.deepcopy(start), 0.0
     net.head.reset_parameters()
@@ -75,7 +75,7 @@ def tune(start: Net, *, scheduled: bool) -> tuple[Net, float]:
             net.block1.requires_grad_(False)
             net.block2.requires_grad_(epoch >= THAW)
         else:
-            if epoch == RESTART:  # a new process: everything is built anew and loaded
+            if epoch == RESTART:  # a new process: build and load everything again
                 saved = net.state_dict(), optimizer.state_dict(), schedule.state_dict()
                 net = Net()
                 optimizer, schedule = torch.optim.AdamW(net.parameters(), lr=3e-3), gg.FreezeSchedule(net, PLAN)
@@ -87,7 +87,7 @@ def tune(start: Net, *, scheduled: bool) -> tuple[Net, float]:
 
 
 def main() -> int:
-    """Fine-tune both ways and compare what the frozen trunk still knows."""
+    """Fine-tune in both ways and compare the frozen trunks on the old digits."""
     torch.manual_seed(0)
     start = Net()
     optimizer = torch.optim.AdamW(start.parameters(), lr=3e-3)

@@ -1,9 +1,9 @@
-"""Train a model in shards (FSDP2) on two ranks while one of them meets broken samples.
+"""Train a sharded model (FSDP2) on two ranks while one of them has broken samples.
 
 The handwritten digits of scikit-learn, half for each rank, and a network whose blocks are sharded one by one. On the
-second rank some pictures are missing (NaN), and some break a check in the middle of a block: without the guard, a rank
+second rank some pictures are missing (NaN), and some fail a check in the middle of a block: without the guard, a rank
 that raises there leaves the other one waiting inside a gather. With the guard every step stays FSDP2's own, in shards
-from beginning to end, and the weights are those of one process that never saw the broken samples, up to rounding.
+from beginning to end, and the weights are up to rounding those of one process that never saw the broken samples.
 
 Run it: torchrun --nproc-per-node 2 examples/fsdp_train.py      (needs scikit-learn, no network; a few seconds)
 """
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def new_net() -> nn.Sequential:
-    """Make the same start for every way of training."""
+    """Build the same network for every run."""
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, 10)).double()
 
@@ -66,7 +66,7 @@ def loaded(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batches_of(rank: int) -> list[list[int]]:
-    """Give the rows of each batch of a rank."""
+    """Return the rows of each batch of a rank."""
     rows = shares[rank] if rank < len(shares) else []
     return [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
 
@@ -92,7 +92,7 @@ def train_guarded(rank: int) -> tuple[nn.Module, gg.Guard, int]:
 
 
 def train_alone(world: int) -> nn.Module:
-    """Train in one process on what all ranks have together, without the broken samples."""
+    """Train in one process on the samples of all ranks, without the broken ones."""
     net = new_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
     for _ in range(EPOCHS):
@@ -105,7 +105,7 @@ def train_alone(world: int) -> nn.Module:
 
 
 def compare() -> bool:
-    """Train, compare, and print what the first rank sees; tell whether a claim fails."""
+    """Train, compare, and print on the first rank; return 1 if a claim fails."""
     rank, world = dist.get_rank(), dist.get_world_size()
     net, guard, wrong = train_guarded(rank)
     counts = torch.tensor([wrong])

@@ -1,9 +1,9 @@
-"""Train on damaged digits in Lightning: as it is, and with one base class more.
+"""Train on damaged digits in Lightning, without and with one more base class.
 
-The handwritten digits of scikit-learn: some files are truncated, some images have a dead sensor (NaN), and some a
-label that does not exist. Lightning ends at the first file and at the first label; with a dead sensor alone it trains
-on, ends without an error, and has weights that are NaN. With `GuardedModule` the weights are those of the training
-without the damaged images, bit for bit, and so is the loss that callbacks see.
+The handwritten digits of scikit-learn: some files are truncated, some images have a dead sensor (NaN), and some have a
+label that does not exist. Lightning stops at the first such file or label; with dead sensors alone it trains on and
+ends without an error, but with NaN weights. With `GuardedModule` the weights are those of the training without the
+damaged images, bit for bit, and so is the loss that callbacks receive.
 
 Run it: python examples/lightning_digits.py        (needs scikit-learn and lightning, no network; a few seconds)
 """
@@ -52,14 +52,14 @@ class Classifier(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Give the loss, and log it."""
+        """Return the loss, and log it."""
         image, label = batch
         loss = F.cross_entropy(self.net(image), label)
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Give the optimizer."""
+        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
@@ -68,7 +68,7 @@ class Guarded(GuardedModule, Classifier):
 
 
 def train(module: L.LightningModule, loader: object, *callbacks: L.Callback) -> str:
-    """Train for two epochs, and give the last loss that callbacks see."""
+    """Train for two epochs, and return the last loss that callbacks see."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = L.Trainer(max_epochs=2, accelerator="cpu", enable_progress_bar=False, callbacks=list(callbacks), **quiet)
     torch.manual_seed(1)
@@ -80,7 +80,7 @@ def train(module: L.LightningModule, loader: object, *callbacks: L.Callback) -> 
 
 
 def loader_of(among: set[int]) -> DataLoader[list[torch.Tensor]]:
-    """Give batches of 32, without what is not among these."""
+    """Return batches of 32 of these images."""
     batches = [[number for number in range(start, start + 32) if number in among] for start in range(0, 1200, 32)]
     return DataLoader(Digits(), batch_sampler=batches)
 

@@ -1,10 +1,10 @@
-"""Train a small language model on text with a few ruinous batches, and come out where the clean run does.
+"""Train a small language model on text with a few ruinous batches, and end where the clean run ends.
 
-The text is made here: sentences of a small grammar. In three batches a broken pipeline gives the samples a weight of
-300 instead of 1: everything is finite, the logged loss looks as ever, and the update ruins the weights. Skipping
-a batch whose loss is high comes too late, because that update is done by then. Clipping by the history of the norm (as
-ZClip does) limits the damage, and is another run from then on. `gg.Rewind` goes back before the update, gives the
-innocent batches again, and leaves the suspects out.
+The script generates the text: sentences of a small grammar. In three batches a broken pipeline sets the weight of the
+samples to 300 instead of 1: everything is finite, the logged loss looks normal, and the update ruins the weights.
+Skipping a batch whose loss is high comes too late, because that update is done by then. Clipping by the history of the
+norm (as in ZClip) limits the damage, but changes the run. `gg.Rewind` goes back before the update, repeats the innocent
+batches, and leaves the suspects out.
 
 Run it: python examples/loss_spike.py        (no data, no network; some seconds)
 """
@@ -26,7 +26,7 @@ STEPS, ROWS, LENGTH, POISONED = 160, 16, 16, range(100, 103)
 WORDS = [["the", "a"], ["old", "small", "red"], ["fox", "dog", "hen"], ["sees", "likes"], ["it", "them"], ["."]]
 TOKENS = {word: number for number, word in enumerate(sorted({word for slot in WORDS for word in slot}))}
 Batch = tuple[int, torch.Tensor, float]
-logging.getLogger("gradgate").setLevel(logging.ERROR)  # it says when it goes back
+logging.getLogger("gradgate").setLevel(logging.ERROR)  # it logs each rewind
 
 
 class Model(nn.Module):
@@ -40,7 +40,7 @@ class Model(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Give the mean loss of the next tokens."""
+        """Return the mean loss of the next tokens."""
         x = self.tokens(text[:, :-1]) + self.places.weight
         out = self.head(self.layer(x, src_mask=self.mask, is_causal=True))
         return F.cross_entropy(out.flatten(0, 1), text[:, 1:].flatten())
@@ -63,7 +63,7 @@ def stream() -> list[Batch]:
 
 
 def train(batches: list[Batch], remedy: str = "") -> tuple[Model, list[float], gg.Rewind]:
-    """Train with one of the remedies; give the model, the losses as they came, and the rewinds."""
+    """Train with one of the remedies; return the model, the losses as they came, and the rewinds."""
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -76,7 +76,7 @@ def train(batches: list[Batch], remedy: str = "") -> tuple[Model, list[float], g
         loss = model(text)
         losses.append(loss.item())
         if remedy == "skip" and len(losses) > 20 and losses[-1] > 3 * sorted(losses[-21:-1])[10]:
-            continue  # what a loop does that looks at the loss of this step
+            continue  # a loop that checks the loss of this step
         (loss * weight).backward()
         if remedy == "clip":
             usual = sorted(norms)[len(norms) // 2] if len(norms) > 20 else float("inf")

@@ -1,9 +1,9 @@
-"""Hunt a NaN with the doctor: which line, which samples, and what to write instead.
+"""Find the origin of a NaN with the doctor: which line, which samples, and what to write instead.
 
 A network for handwritten digits divides each picture by its contrast. Two pictures of the batch are blank: their
-contrast is 0, its root has an infinite gradient there, and after one step weights are NaN while the loss was fine.
-`torch.autograd.set_detect_anomaly` names the function that was caught; `gg.watch` stops the step before anything is
-written and names the line, the expression and the samples.
+contrast is 0, its root has an infinite gradient there, and after one step weights are NaN although the loss was fine.
+`torch.autograd.set_detect_anomaly` names the backward function; `gg.watch` stops the step before anything is written
+and names the line, the expression and the samples.
 
 Run it: python examples/nan_hunt.py        (needs scikit-learn, no network; a few seconds)
 """
@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.root = root
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the logits."""
+        """Return the logits."""
         x = x.flatten(1) * self.emphasis
         contrast = self.root(x.var(1))
         return self.layers(x / (contrast[:, None] + 1e-3))

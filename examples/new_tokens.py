@@ -1,9 +1,9 @@
 """Teach a language model new words: only their rows of the embedding learn.
 
-A small model of words, with the embedding tied to its output, has read descriptions of data sets; now two new words
-come into its vocabulary. The usual recipe zeroes the gradient of the old rows in a hook - and AdamW's weight decay
-moves them all the same, so the old text is read worse and worse. `gg.train_rows` leaves them bit-identical, and the
-optimizer keeps state for two rows instead of the table.
+A small model of words, with the embedding tied to its output, has learned descriptions of data sets; now its vocabulary
+gets two new words. The usual recipe zeroes the gradient of the old rows in a hook, but AdamW's weight decay still moves
+them, so the model gets worse on the old text. `gg.train_rows` leaves them bit-identical, and the optimizer keeps state
+for two rows instead of the whole table.
 
 Run it: python examples/new_tokens.py        (needs scikit-learn, no network; a few seconds)
 """
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import gradgate as gg
 
-NEW = {"tumor": "neoplasm", "wine": "vintage"}  # the new words stand where these stood
+NEW = {"tumor": "neoplasm", "wine": "vintage"}  # the new words replace these
 
 loaders = (load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine)
 words = [word for load in loaders for word in re.findall(r"[a-z]+", load().DESCR.lower())]
@@ -44,7 +44,7 @@ class Language(nn.Module):
         self.out.weight = self.embed.weight
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Give the mean loss of the text's words."""
+        """Return the mean loss of the text's words."""
         pairs = torch.stack([text[:-2], text[1:-1]], dim=1)
         return F.cross_entropy(self.out(self.mix(self.embed(pairs).flatten(1))), text[2:])
 

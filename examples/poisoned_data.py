@@ -1,9 +1,9 @@
 """Train on a poisoned data set with the guard, the resilient loader and the ledger.
 
-The breast cancer data of scikit-learn, with rows broken as rows of real tables are: a text where a number should be, a
-missing value written as NaN, a negative size whose logarithm is NaN. Plain PyTorch dies at the first of them; skipping
-bad batches throws most of the data away. With gradgate the training ends with the very weights that it would have
-without the broken rows, and the ledger knows each of them, so that the next run can leave them out.
+The breast cancer data of scikit-learn, with rows broken like those of real tables: a text where a number should be, a
+missing value written as NaN, a negative size whose logarithm is NaN. Plain PyTorch fails at the first of them; skipping
+bad batches discards most of the data. With gradgate the training ends with exactly the weights that it would have
+without the broken rows, and the ledger lists each of them, so that the next run can leave them out.
 
 Run it: python examples/poisoned_data.py        (needs scikit-learn, no network; a few seconds)
 """
@@ -47,7 +47,7 @@ class Table(Dataset[tuple[torch.Tensor, int]]):
 
 
 def new_training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make the same start for every way of training."""
+    """Build the same network for every run."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.BatchNorm1d(30), nn.Linear(30, 32), nn.ReLU(), nn.Linear(32, 2))
     return net, torch.optim.Adam(net.parameters(), lr=1e-2)
@@ -59,7 +59,7 @@ def loss_of(net: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def batches(epoch: int, among: set[int]) -> list[list[int]]:
-    """Give the batches of an epoch, in the same order for every way of training."""
+    """Return the batches of an epoch, in the same order for every way of training."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).split(32)
     return [[number for number in batch.tolist() if number in among] for batch in order]
 
@@ -98,7 +98,7 @@ def guarded(path: Path) -> tuple[nn.Module, str]:
 
 def main() -> int:
     """Train in four ways and compare."""
-    logging.getLogger("gradgate").setLevel(logging.ERROR)  # one line for each incident, otherwise
+    logging.getLogger("gradgate").setLevel(logging.ERROR)  # otherwise one line per incident
     good = sorted(EVERYTHING - set(BROKEN))
     x, y = default_collate([Table()[number] for number in good])
     with tempfile.TemporaryDirectory() as folder:

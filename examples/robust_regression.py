@@ -1,8 +1,8 @@
-"""Fit a line through data with outliers and missing answers, and write down what was not believed.
+"""Fit a line through data with outliers and missing targets, and record which samples were left out.
 
-The diabetes data of scikit-learn; in the training half one target in ten has lost its decimal point, a few are NaN.
-The mean square of everything is NaN; without the NaN it is ruled by the outliers. `losses.tukey` gives a large residual
-no say at all, `keep=` takes the NaN out of value and gradient, and the ledger has a list for who repairs the data.
+The diabetes data of scikit-learn; in the training half one target in ten has lost its decimal point, and a few are NaN.
+The mean square of everything is NaN; without the NaN, the outliers dominate it. `losses.tukey` ignores large
+residuals, `keep=` removes the NaN from value and gradient, and the ledger lists what should be repaired.
 
 Run it: python examples/robust_regression.py        (needs scikit-learn, no network; a few seconds)
 """
@@ -27,10 +27,10 @@ x, y = (torch.from_numpy(part) for part in load_diabetes(return_X_y=True))
 x, y = x / x.std(0), y / 100
 order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
 train, test = order[:300], order[300:]
-told = y[train].clone()
-told[::10] *= 10  # the decimal point is lost
-told[5::50] = float("nan")
-SCALE = 2.5  # residuals beyond this are not believed; honest ones stay below
+observed = y[train].clone()
+observed[::10] *= 10  # the decimal point is lost
+observed[5::50] = float("nan")
+SCALE = 2.5  # larger residuals are ignored; normal ones are smaller
 
 
 def fit(loss_fn: Loss, targets: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,19 +50,19 @@ def fit(loss_fn: Loss, targets: torch.Tensor, start: torch.Tensor | None = None)
 
 
 def predict(weights: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Give the line's answers."""
+    """Return the line's answers."""
     return inputs @ weights[:-1] + weights[-1]
 
 
 def without_nan(loss_fn: Loss) -> Loss:
     """Leave the missing answers out, as people do."""
-    there = told.isfinite()
+    there = observed.isfinite()
     return lambda guess, targets: loss_fn(guess[there], targets[there])
 
 
 def main() -> int:
     """Fit in five ways and compare on untouched data."""
-    keep = told.isfinite()
+    keep = observed.isfinite()
 
     def tukey(guess: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return losses.tukey(guess - targets, scale=SCALE, keep=keep)
@@ -70,12 +70,12 @@ def main() -> int:
     def cauchy(guess: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return losses.cauchy(guess - targets, keep=keep)
 
-    robust_start = fit(cauchy, told)  # tukey is flat far out, so it starts near
+    robust_start = fit(cauchy, observed)  # tukey is flat far out, so it starts near
     fits = {
-        "mse_loss": fit(F.mse_loss, told),
-        "mse_loss, NaN removed": fit(without_nan(F.mse_loss), told),
-        "huber_loss, NaN removed": fit(without_nan(F.huber_loss), told),
-        "losses.tukey, keep=": fit(tukey, told, robust_start),
+        "mse_loss": fit(F.mse_loss, observed),
+        "mse_loss, NaN removed": fit(without_nan(F.mse_loss), observed),
+        "huber_loss, NaN removed": fit(without_nan(F.huber_loss), observed),
+        "losses.tukey, keep=": fit(tukey, observed, robust_start),
         "mse_loss, clean data": fit(F.mse_loss, y[train]),
     }
     error = {name: (predict(weights, x[test]) - y[test]).abs().mean().item() for name, weights in fits.items()}
@@ -83,7 +83,7 @@ def main() -> int:
     for name, value in error.items():
         print(f"{name:28}{value * 100:28.2f}")
 
-    residual = told - predict(fits["losses.tukey, keep="], x[train])
+    residual = observed - predict(fits["losses.tukey, keep="], x[train])
     weights = losses.robust_weights(losses.tukey, residual.nan_to_num(), scale=SCALE)
     with tempfile.TemporaryDirectory() as folder:
         ledger = gg.Ledger(Path(folder) / "fit.ledger")

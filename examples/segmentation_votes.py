@@ -1,9 +1,9 @@
-"""Merge the label maps of five annotators, where 255 means "did not say", and train on the result.
+"""Merge the label maps of five annotators, where 255 means "not labelled", and train on the result.
 
 Pixels of handwritten digits are paper, edge or ink, and most annotators leave edges out because they are hard.
-`torch.mode` cannot leave a value out, so there 255 wins, and a network that is trained on it has hardly seen an edge.
-`masked.mode(exclude=255)` counts only what was said. And where nobody said anything, `cross_entropy(ignore_index=255)`
-is NaN, since it divides by 0; `losses.masked_loss` is 0.
+`torch.mode` cannot exclude a value, so 255 wins there, and a network that is trained on the result has hardly seen an
+edge. `masked.mode(exclude=255)` counts only real labels. Where no annotator labelled a pixel,
+`cross_entropy(ignore_index=255)` is NaN, because it divides by 0; `losses.masked_loss` is 0.
 
 Run it: python examples/segmentation_votes.py        (needs scikit-learn, no network; a few seconds)
 """
@@ -24,7 +24,7 @@ SILENT, ANNOTATORS, BATCH, EDGE = 255, 5, 32, 1
 chance = torch.Generator().manual_seed(0)
 images = torch.from_numpy(load_digits().images).float()[:512, None] / 16
 truth = (images[:, 0] > 0.2).long() + (images[:, 0] > 0.7).long()  # 0 paper, 1 edge, 2 ink
-noisy = images + 0.1 * torch.randn(images.shape, generator=chance)  # what the scanner gives
+noisy = images + 0.1 * torch.randn(images.shape, generator=chance)  # what the scanner records
 
 
 def ask_annotators() -> torch.Tensor:
@@ -34,12 +34,12 @@ def ask_annotators() -> torch.Tensor:
     votes[wrong] = torch.randint(0, 3, votes.shape, generator=chance)[wrong]
     leaves_out = torch.where(truth == EDGE, 0.7, 0.2)
     votes[torch.rand(votes.shape, generator=chance) < leaves_out] = SILENT
-    votes[:, -BATCH:] = SILENT  # the last images are on nobody's desk yet
+    votes[:, -BATCH:] = SILENT  # the last images are not labelled yet
     return votes
 
 
 def train(labels: torch.Tensor) -> torch.Tensor:
-    """Train a small network on the labels; give its answers."""
+    """Train a small network on the labels; return its answers."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
