@@ -94,6 +94,19 @@ def timeout_of(group: distributed.ProcessGroup | None, device: torch.device) -> 
 # --- Shards ---------------------------------------------------------------------------------------------------------
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process has a part."""
+    return hasattr(tensor, "to_local")  # a plain tensor must not import torch.distributed.tensor
+
+
+def sharded_like(tensor: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole tensor that this process would have if it were distributed as a DTensor is."""
+    distribute = torch.distributed.tensor.distribute_tensor
+    # Every process has the whole, so that none has to send it.
+    part: torch.Tensor = distribute(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+    return part
+
+
 def _is_shard(module: torch.nn.Module) -> bool:
     """Tell whether FSDP2 (`fully_shard`) was applied to a module."""
     return hasattr(module, "set_requires_gradient_sync")

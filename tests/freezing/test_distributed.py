@@ -1,20 +1,16 @@
 """Two processes: freezing after and before DistributedDataParallel, and what would drift apart is refused."""
 
-import os
-import traceback
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradgate as gg
-from gradgate.errors import ArgumentTypeError, ArgumentValueError, FrozenMovedError
+from gradgate.errors import ArgumentValueError, FrozenMovedError
+from tests.guard.ranks import lived
 
 pytestmark = pytest.mark.distributed
 
@@ -146,8 +142,6 @@ def sharded(rank):
     handle.verify()
     assert torch.equal(model[0].weight.full_tensor(), start)
     assert model[1].weight.grad is not None
-    with pytest.raises(ArgumentTypeError, match="sharded and quantised ones"):
-        gg.pin(model[1].weight, rows=[0])
 
 
 STORIES = [
@@ -162,39 +156,9 @@ STORIES = [
 ]
 
 
-def process(rank, store, results):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=300))
-    for story in STORIES:
-        try:
-            story(rank)
-            results.put((rank, story.__name__, ""))
-        except Exception:  # noqa: BLE001 - whatever it is, the parent tells it
-            results.put((rank, story.__name__, traceback.format_exc()))
-            break  # the other process waits in vain; its timeout is told as its failure
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """Start the two processes once for all stories."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    store = tmp_path_factory.mktemp("store") / "store"
-    processes = [context.Process(target=process, args=(rank, store, results)) for rank in range(2)]
-    for one in processes:
-        one.start()
-    found = {}
-    for _ in range(2 * len(STORIES)):
-        rank, name, trace = results.get(timeout=600)
-        found[rank, name] = trace
-        if trace:
-            break
-    for one in processes:
-        one.join(5 if any(found.values()) else 60)
-        one.kill()
-    return found
+    return lived(STORIES, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)

@@ -1,12 +1,11 @@
-"""What is frozen of one parameter, by whom, and how it is kept from moving.
+"""What is frozen of one parameter, by which handles, and how it is kept from moving.
 
-A parameter that is frozen as a whole loses its gradient before every step: torch's optimizers then leave it alone,
-decay and momentum included. Frozen elements have a gradient of exactly 0 from the moment it is accumulated, and
-their values are written back after every step.
+A parameter that is frozen as a whole loses its gradient before every step: torch's optimizers then skip it, decay and
+momentum included. Frozen elements have a gradient of exactly 0 from the moment it is accumulated, and their values are
+written back after every step.
 
-All of a parameter, whole rows, a few single elements and a dense mask are each kept in their own form, because the
-cost is paid in every step: rows and single elements cost what they are, a dense mask costs one pass over gradient
-and values. The state travels with the parameter into copies and pickles.
+Of a sharded parameter (DTensor) each process treats its own shard. The state travels with the parameter into copies
+and pickles.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,41 +25,49 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
 from gradgate._state import FREEZES, WATCHERS
-from gradgate._torch_private import OPTIMIZER_HOOKS, parameters_of, write_count
+from gradgate._torch_distributed import is_sharded, shard_units, sharded_like
+from gradgate._torch_private import OPTIMIZER_HOOKS, local_part, parameters_of, write_count
 
 # --- Which elements are frozen --------------------------------------------------------------------------------------
 
 
-_FEW = 32  # single elements are addressed one by one up to one in so many; beyond that a dense mask is cheaper
-
-
 class FrozenRegion:
-    """Some elements of a parameter; `count` says how many."""
+    """Elements of a tensor that index tensors name: rows by one, single elements by one for each dimension."""
 
-    count: int
+    # The cost is paid in every step: an index costs what it names, a dense mask one pass over gradient and values.
+
+    def __init__(self, index: tuple[torch.Tensor, ...], count: int) -> None:
+        self.index, self.count = index, count
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        if self.index[0].device != device:
+            self.index = tuple(index.to(device) for index in self.index)
+        return self.index
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the frozen values in the order of the elements; they may share memory with `values`."""
+        return values[self._on(values.device)].flatten()
 
     def read(self, values: torch.Tensor) -> torch.Tensor:
         """Copy the frozen values, in a form that `write` understands."""
-        return self.gather(values)
+        return values[self._on(values.device)]
 
     def write(self, values: torch.Tensor, kept: torch.Tensor) -> None:
-        """Put the frozen values back, bit by bit; the others are not touched."""
-        raise NotImplementedError
+        """Put the frozen values back bit by bit, and leave the others as they are."""
+        values.index_put_(self._on(values.device), kept)
 
     def clear(self, gradient: torch.Tensor) -> None:
         """Make the gradient exactly 0 at the frozen elements, in place."""
-        raise NotImplementedError
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Give the frozen values one after the other, in the order of the elements."""
-        raise NotImplementedError
+        gradient.index_put_(self._on(gradient.device), gradient.new_zeros(()))
 
     def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """Give the region as a boolean mask of the parameter's shape; True is frozen."""
-        raise NotImplementedError
+        """Return a boolean mask; True is frozen."""
+        mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        mask[self._on(device)] = True
+        return mask
 
     def cleared(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Give a new gradient that is exactly 0 at the frozen elements; sparse ones, and ones with a graph."""
+        """Return a new gradient that is exactly 0 at the frozen elements, for sparse ones and ones with a graph."""
         if not gradient.is_sparse:
             return gradient.masked_fill(self.mask(gradient.shape, gradient.device), 0)
         gradient = gradient.coalesce()
@@ -71,19 +78,19 @@ class FrozenRegion:
         )
 
     def place(self, number: int, shape: torch.Size) -> tuple[int, ...]:
-        """Give the index of the element that stands at this place of `gather`."""
+        """Return the index of an element by its number in `gather`."""
         at = self.mask(shape, torch.device("cpu")).flatten().nonzero()[number, 0]
         return tuple(int(i) for i in torch.unravel_index(at, shape))
 
 
-class Everything(FrozenRegion):
+class WholeRegion(FrozenRegion):
     """All elements."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        super().__init__((), count)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone().flatten()
+        return values.flatten()
 
     def read(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
@@ -95,151 +102,73 @@ class Everything(FrozenRegion):
         gradient.zero_()
 
     def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        return torch.ones(shape, dtype=torch.bool, device=device)
+        return torch.ones((), dtype=torch.bool, device=device).expand(shape)
 
     def place(self, number: int, shape: torch.Size) -> tuple[int, ...]:
         return tuple(int(i) for i in torch.unravel_index(torch.tensor(number), shape))
 
 
-class Rows(FrozenRegion):
-    """Whole rows: places along the first dimension."""
-
-    def __init__(self, index: torch.Tensor, shape: torch.Size) -> None:
-        self.index = index
-        self.count = len(index) * shape[1:].numel()
-        # Where nearly all is frozen it is quicker to set the few others aside and to treat the whole.
-        self.others = None
-        if 4 * len(index) > 3 * shape[0]:
-            free = torch.ones(shape[0], dtype=torch.bool, device=index.device)
-            free[index] = False
-            self.others = free.nonzero().squeeze(1)
-
-    def _here(self, device: torch.device) -> torch.Tensor:
-        if self.index.device != device:
-            self.index = self.index.to(device)
-            self.others = self.others.to(device) if self.others is not None else None
-        return self.index
-
-    def read(self, values: torch.Tensor) -> torch.Tensor:
-        return values.index_select(0, self._here(values.device)) if self.others is None else values.clone()
-
-    def write(self, values: torch.Tensor, kept: torch.Tensor) -> None:
-        index = self._here(values.device)
-        if self.others is None:
-            values.index_copy_(0, index, kept)
-        else:  # in this order: at no time, whatever interrupts, are the others anything but what they learned
-            kept.index_copy_(0, self.others, values.index_select(0, self.others))
-            values.copy_(kept)
-
-    def clear(self, gradient: torch.Tensor) -> None:
-        index = self._here(gradient.device)
-        if self.others is None:
-            gradient.index_fill_(0, index, 0)
-        else:
-            aside = gradient.index_select(0, self.others)
-            gradient.zero_().index_copy_(0, self.others, aside)
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values.index_select(0, self._here(values.device)).flatten()
-
-    def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        rows = torch.zeros(shape[0], dtype=torch.bool, device=device)
-        rows[self.index.to(device)] = True
-        return rows.reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
-
-    def place(self, number: int, shape: torch.Size) -> tuple[int, ...]:
-        row, rest = divmod(number, shape[1:].numel())
-        inner = torch.unravel_index(torch.tensor(rest), shape[1:]) if len(shape) > 1 else ()
-        return (int(self.index[row]), *(int(i) for i in inner))
-
-
-class Points(FrozenRegion):
-    """A few single elements, each by its index."""
+class MaskedRegion(FrozenRegion):
+    """Many elements, as a dense mask."""
 
     def __init__(self, mask: torch.Tensor) -> None:
-        self.index = mask.nonzero(as_tuple=True)
-        self.count = len(self.index[0])
-
-    def _here(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        if self.index[0].device != device:
-            self.index = tuple(i.to(device) for i in self.index)
-        return self.index
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values[self._here(values.device)]
-
-    def write(self, values: torch.Tensor, kept: torch.Tensor) -> None:
-        values.index_put_(self._here(values.device), kept)
-
-    def clear(self, gradient: torch.Tensor) -> None:
-        gradient.index_put_(self._here(gradient.device), gradient.new_zeros(()))
-
-    def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        mask[tuple(i.to(device) for i in self.index)] = True
-        return mask
-
-
-class Elements(FrozenRegion):
-    """Many single elements, as a dense mask."""
-
-    def __init__(self, mask: torch.Tensor) -> None:
-        self.frozen = mask.clone()
-        self.count = int(mask.sum())
+        super().__init__((mask.clone(),), int(mask.sum()))
 
     def _like(self, values: torch.Tensor) -> torch.Tensor:
-        """Give the mask on the device of values, and in memory as they are."""
-        if self.frozen.device != values.device or self.frozen.stride() != values.stride():
-            self.frozen = torch.empty_like(values, dtype=torch.bool).copy_(self.frozen)
-        return self.frozen
-
-    def _write(self, values: torch.Tensor, kept: torch.Tensor | None) -> None:
-        frozen = self._like(values)
-        # A tensor without gaps is copied with its strides; then all three are one stretch of memory in the same order.
-        dense = frozen.stride() == values.stride() and (kept is None or kept.stride() == values.stride())
-        if dense and _kernels.usable(values, frozen, *([] if kept is None else [kept])):
-            _kernels.overwrite(values, frozen, kept)
-        elif kept is None:
-            values.masked_fill_(frozen, 0)
-        else:
-            torch.where(frozen, kept, values, out=values)
+        """Return the mask on the device of values and with their strides."""
+        (frozen,) = self.index
+        if frozen.device != values.device or frozen.stride() != values.stride():
+            frozen = torch.empty_like(values, dtype=torch.bool).copy_(frozen)
+            self.index = (frozen,)
+        return frozen
 
     def read(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
 
     def write(self, values: torch.Tensor, kept: torch.Tensor) -> None:
-        self._write(values, kept)
+        frozen = self._like(values)
+        # A tensor without gaps is copied with its strides; then all three are one stretch of memory in the same order.
+        if frozen.stride() == values.stride() == kept.stride() and _kernels.usable(values, frozen, kept):
+            _kernels.overwrite(values, frozen, kept)
+        else:
+            torch.where(frozen, kept, values, out=values)
 
     def clear(self, gradient: torch.Tensor) -> None:
-        self._write(gradient, None)
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values[self._like(values)]
+        frozen = self._like(gradient)
+        if frozen.stride() == gradient.stride() and _kernels.usable(gradient, frozen):
+            _kernels.overwrite(gradient, frozen, None)
+        else:
+            gradient.masked_fill_(frozen, 0)
 
     def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        return self.frozen.to(device)
+        return self.index[0].to(device)
 
 
 def region_of(mask: torch.Tensor) -> FrozenRegion:
-    """Give the cheapest region for a mask of the parameter's shape; True is frozen."""
-    if mask.dim() == 0 or mask.numel() == 0:
-        return Elements(mask)
-    by_row = mask.reshape(len(mask), -1)
+    """Choose the cheapest region for a mask; True is frozen."""
+    count = int(mask.sum())
+    if mask.dim() == 0 or mask.numel() == 0 or 4 * count > 3 * mask.numel():
+        return MaskedRegion(mask)
+    by_row = mask.flatten(1) if mask.dim() > 1 else mask.unsqueeze(1)
     whole = by_row.all(dim=1)
-    if bool((whole == by_row.any(dim=1)).all()):
-        return Rows(whole.nonzero().squeeze(1), mask.shape)
-    return Points(mask) if int(mask.sum()) * _FEW <= mask.numel() else Elements(mask)
+    if torch.equal(whole, by_row.any(dim=1)):
+        return FrozenRegion(whole.nonzero(as_tuple=True), count)
+    # Single elements are addressed one by one up to one in 32; beyond that a dense mask is cheaper.
+    return FrozenRegion(mask.nonzero(as_tuple=True), count) if 32 * count <= mask.numel() else MaskedRegion(mask)
 
 
-def union(regions: Iterable[FrozenRegion], like: torch.Tensor) -> FrozenRegion | None:
-    """Give the region that holds what any of these holds."""
-    regions = list(regions)
-    if len(regions) < 2:
-        return regions[0] if regions else None
-    together = regions[0].mask(like.shape, like.device).clone()
-    for region in regions[1:]:
-        together |= region.mask(like.shape, like.device)
-    return region_of(together)
+def union(regions: Collection[FrozenRegion], shape: torch.Size, device: torch.device) -> FrozenRegion:
+    """Combine regions of one tensor."""
+    if len(regions) == 1:
+        return next(iter(regions))
+    return region_of(torch.stack([region.mask(shape, device) for region in regions]).any(0))
+
+
+def shard_region(region: FrozenRegion, parameter: torch.Tensor) -> FrozenRegion:
+    """Return the part of a region that is in this process."""
+    if not is_sharded(parameter):
+        return region
+    return region_of(sharded_like(parameter, region.mask(parameter.shape, parameter.device)))
 
 
 # --- What travels with a parameter ----------------------------------------------------------------------------------
@@ -249,35 +178,32 @@ _ATTRIBUTES = (WATCHERS, "__deepcopy__", "__reduce_ex__")
 
 
 class Watcher:
-    """What wants to be asked around an optimizer's step. It must not refer to its parameter."""
+    """What is called around an optimizer's step. It must not refer to its parameter."""
 
     late = False
 
     def awake(self, parameter: torch.Tensor) -> None:
         """Begin, on a parameter that has just been given this watcher or has just been copied or unpickled."""
 
-    def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the parameter before an optimizer's step."""
+    def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None: ...
 
     def before_evaluation(self, parameter: torch.Tensor) -> None:
-        """Look at the parameter before the optimizer evaluates its closure in the middle of a step."""
+        """Act before the optimizer evaluates its closure in the middle of a step."""
 
-    def after_evaluation(self, parameter: torch.Tensor) -> None:
-        """Look at the parameter after the closure."""
+    def after_evaluation(self, parameter: torch.Tensor) -> None: ...
 
-    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the parameter after the step."""
+    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None: ...
 
 
 def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """Give the watchers of a parameter by their kind; empty for most parameters."""
+    """Return the watchers of a parameter by their kind; most parameters have none."""
     return getattr(parameter, WATCHERS, {})
 
 
 def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:
-    """Give a parameter a watcher, which from now on goes where the parameter goes."""
+    """Add a watcher to a parameter; copies and pickles of the parameter carry it."""
     if not hasattr(parameter, WATCHERS):
-        # copy and pickle ask the object itself before its class, so this reaches one parameter and no other.
+        # copy and pickle look at the object before its class, so this changes one parameter and no other.
         reference = weakref.ref(parameter)
         setattr(parameter, WATCHERS, {})
         parameter.__dict__["__deepcopy__"] = partial(_copied, reference)
@@ -287,7 +213,7 @@ def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:
 
 
 def detach(parameter: torch.Tensor, kind: str) -> None:
-    """Take a watcher away; with the last one the parameter is plain again."""
+    """Remove a watcher; without the last one the parameter is plain again."""
     watchers_of(parameter).pop(kind)
     if not watchers_of(parameter):
         for name in _ATTRIBUTES:
@@ -309,7 +235,7 @@ def _reduced(reference: weakref.ref[torch.Tensor], protocol: int) -> tuple[Any, 
     parameter = _alive_parameter(reference)
     with _bare(parameter):
         function, arguments = type(parameter).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
-        # Attributes of the user come as the living dictionary, to which ours go back in a moment.
+        # Attributes of the user come as the parameter's own dictionary, which gets ours back in a moment.
         arguments = tuple(dict(part) if type(part) is dict else part for part in arguments)
     return _rebuilt, (function, arguments, watchers_of(parameter))
 
@@ -343,20 +269,19 @@ def _alive_parameter(reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
 
 
 def watch_steps() -> None:
-    """Hang the hooks, unless they hang already; one that an interrupt has kept from hanging is hung the next time."""
+    """Register the hooks, unless they are registered; they stay, because torch iterates over them during a step."""
     before, after = OPTIMIZER_HOOKS
-    # They stay: torch walks over all hooks of this kind during a step, so that none may be taken away there.
     before.setdefault(__name__, _before_step)
     after.setdefault(__name__, _after_step)
 
 
 def skips_missing_gradients(kind: type[torch.optim.Optimizer]) -> bool:
-    """Tell whether a class of optimizers is known to leave parameters alone that have no gradient."""
-    # All of torch's do but L-BFGS, which steps along one direction for all parameters. Of others nothing is known.
+    """Whether a class of optimizers is known to skip parameters that have no gradient."""
+    # All of torch's do except L-BFGS, which steps along one direction for all parameters. Of others nothing is known.
     return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Watcher]]:
+def _watched(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Watcher]]:
     return [
         (parameter, watcher)
         for group in optimizer.param_groups
@@ -369,40 +294,40 @@ def _held(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Watcher]
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    held = _held(optimizer)
-    if not held:
+    watched = _watched(optimizer)
+    if not watched:
         return None
-    for parameter, watcher in held:
+    for parameter, watcher in watched:
         watcher.before_step(parameter, optimizer)
     # Arguments are (optimizer, closure) or the closure comes by name; a step may go without.
     if len(args) > 1 and callable(args[1]):
-        return (args[0], _guarded(args[1], held, optimizer), *args[2:]), kwargs
+        return (args[0], _guarded(args[1], watched, optimizer), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _guarded(kwargs["closure"], held, optimizer)}
+        return args, {**kwargs, "closure": _guarded(kwargs["closure"], watched, optimizer)}
     return None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for parameter, watcher in sorted(_held(optimizer), key=lambda pair: pair[1].late):
+    for parameter, watcher in sorted(_watched(optimizer), key=lambda pair: pair[1].late):
         watcher.after_step(parameter, optimizer)
 
 
 def _guarded(
-    closure: Callable[[], Any], held: list[tuple[torch.Tensor, Watcher]], optimizer: torch.optim.Optimizer
+    closure: Callable[[], Any], watched: list[tuple[torch.Tensor, Watcher]], optimizer: torch.optim.Optimizer
 ) -> Callable[[], Any]:
-    """Let the closure see held values as they are held, also in the middle of a step (line searches)."""
+    """Show the closure the frozen values, also in the middle of a step (line searches)."""
 
     def guarded() -> Any:
-        for parameter, watcher in held:
+        for parameter, watcher in watched:
             watcher.before_evaluation(parameter)
         try:
             result = closure()
-        except BaseException:  # the step ends here, and what is loaded before the next one is meant
-            for parameter, watcher in held:
+        except BaseException:  # the step ends here; values that are loaded before the next one are intended
+            for parameter, watcher in watched:
                 watcher.after_step(parameter, optimizer)
             raise
-        for parameter, watcher in held:
+        for parameter, watcher in watched:
             watcher.after_evaluation(parameter)
         return result
 
@@ -414,38 +339,38 @@ def _guarded(
 
 ROWS_TOKEN = "train_rows"  # the freeze of a table whose rows learn elsewhere; there is one at most
 
-# State that does not rest at 0: the average of the weights (ASGD) and the size of the next step (Rprop).
-_NOT_AT_REST_AT_ZERO = {"ax", "step_size"}
+# State whose neutral value is not 0: the average of the weights (ASGD) and the size of the next step (Rprop).
+_NOT_NEUTRAL_AT_ZERO = {"ax", "step_size"}
 
 
 class FreezeState(Watcher):
-    """The freezes and pins of one parameter, counted: it is free again when the last of them has gone."""
+    """The freezes and pins of one parameter, counted: it is free again without the last of them."""
 
     def __init__(self) -> None:
         self.freezes: dict[str, str] = {}
-        self.pins: dict[str, FrozenRegion] = {}
+        self.pins: dict[str, FrozenRegion] = {}  # of a sharded parameter: by their global index
+        self.count = 0  # how many elements are frozen or pinned, over all processes; overlaps count once
         self.learned = True
         self.synchronised = False
-        self._region: FrozenRegion | None = None
-        self._forget_runtime()
+        self._region: FrozenRegion | None = None  # what is frozen of the part in this process
+        self._reset_runtime()
 
-    def _forget_runtime(self) -> None:
+    def _reset_runtime(self) -> None:
         self._hook: RemovableHandle | None = None
         self._kept: torch.Tensor | None = None
         self._seen: tuple[Any, ...] = ()
-        # Whose step has begun and not ended: a weak reference.
+        # The optimizer whose step has begun and not ended: a weak reference.
         self._stepping: Callable[[], torch.optim.Optimizer | None] | None = None
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to one process and one parameter is made anew where the copy wakes up.
         return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget_runtime()
+        self._reset_runtime()
 
-    # --- who holds ---------------------------------------------------------------------------------------------
+    # --- who froze ---------------------------------------------------------------------------------------------
 
     def freeze(self, parameter: torch.Tensor, token: str, label: str, *, synchronised: bool) -> None:
         """Add a freeze of the whole parameter."""
@@ -458,7 +383,7 @@ class FreezeState(Watcher):
         self._changed(parameter)
 
     def thaw(self, parameter: torch.Tensor, token: str) -> None:
-        """Take a freeze away; the parameter learns again if it was the last one."""
+        """Remove a freeze; without the last one the parameter learns again."""
         if self.freezes.pop(token, None) is None:
             return
         if not self.freezes:
@@ -466,13 +391,12 @@ class FreezeState(Watcher):
         self._changed(parameter)
 
     def pin(self, parameter: torch.Tensor, token: str, region: FrozenRegion) -> None:
-        """Add pinned elements."""
         self.pins[token] = region
         self._changed(parameter)
         self.mask_gradient(parameter)
 
     def release(self, parameter: torch.Tensor, token: str) -> None:
-        """Take pinned elements away; those that no other pin holds are free."""
+        """Remove a pin; elements that no other pin has are free."""
         if self.pins.pop(token, None) is not None:
             self._changed(parameter)
 
@@ -485,20 +409,18 @@ class FreezeState(Watcher):
         self._kept, self._stepping = None, None
         self._met.clear()
         if self.freezes:
-            self._region = Everything(parameter.numel())
+            self.count, self._region = parameter.numel(), WholeRegion(local_part(parameter).numel())
         else:
-            self._region = union(self.pins.values(), parameter)
+            together = union(self.pins.values(), parameter.shape, parameter.device)
+            self.count, self._region = together.count, shard_region(together, parameter)
         self._listen(parameter)
 
-    @property
-    def count(self) -> int:
-        """How many elements are frozen or pinned; overlaps count once."""
-        return self._region.count if self._region is not None else 0
-
     def pinned_mask(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Give what is pinned as a mask of the parameter's shape; None if nothing is."""
-        region = union(self.pins.values(), parameter)
-        return region.mask(parameter.shape, parameter.device).clone() if region is not None else None
+        """Return what is pinned as a mask of the parameter's shape; None if nothing is."""
+        if not self.pins:
+            return None
+        shape, device = parameter.shape, parameter.device
+        return union(self.pins.values(), shape, device).mask(shape, device).clone()
 
     # --- gradients ---------------------------------------------------------------------------------------------
 
@@ -511,7 +433,14 @@ class FreezeState(Watcher):
         gradient = parameter.grad
         if gradient is None or self._region is None:
             return
-        if gradient.is_sparse or gradient.requires_grad:
+        if is_sharded(parameter):
+            # Some operations on DTensors leave a gradient that is distributed otherwise than its parameter.
+            placed: Any = parameter
+            if gradient.placements != placed.placements:  # type: ignore[attr-defined]
+                gradient = gradient.redistribute(placed.device_mesh, placed.placements)  # type: ignore[attr-defined]
+                parameter.grad = gradient
+            self._region.clear(local_part(gradient.detach()))
+        elif gradient.is_sparse or gradient.requires_grad:
             parameter.grad = self._region.cleared(gradient)
         else:
             self._region.clear(gradient)
@@ -519,12 +448,11 @@ class FreezeState(Watcher):
     # --- steps -------------------------------------------------------------------------------------------------
 
     def awake(self, parameter: torch.Tensor) -> None:
-        """Begin on a parameter that was given this frozen, or on a copy of one."""
         watch_steps()
         self._listen(parameter)
 
     def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Take the gradient away, or set the frozen values aside."""
+        """Drop the gradient, or keep a copy of the frozen values."""
         if self.freezes:
             parameter.grad = None
             if skips_missing_gradients(type(optimizer)):
@@ -536,7 +464,7 @@ class FreezeState(Watcher):
             self.mask_gradient(parameter)
         if optimizer not in self._met:
             self._met.add(optimizer)
-            self._quiet(parameter, optimizer)
+            self._clear_memory(parameter, optimizer)
         self._keep(parameter, optimizer)
 
     def before_evaluation(self, parameter: torch.Tensor) -> None:
@@ -544,12 +472,11 @@ class FreezeState(Watcher):
         self._restore(parameter)
 
     def after_evaluation(self, parameter: torch.Tensor) -> None:
-        """Hide from the step what the closure's backward may have left."""
         if self.freezes:
             parameter.grad = None
 
     def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Put the frozen values back; so too when a step ends in which others began and ended (`super().step()`)."""
+        """Put the frozen values back, also at the end of a step that has other steps inside (`super().step()`)."""
         if self._kept is None:
             return
         self._restore(parameter)
@@ -559,45 +486,44 @@ class FreezeState(Watcher):
 
     def _keep(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         assert self._region is not None
-        if self._stepping is not None:  # a step inside another one, or the last one was broken off by an exception
+        if self._stepping is not None:  # a step inside another one, or an exception ended the last one
             self._restore(parameter)
         elif self._kept is None or self._seen != _mark(parameter):  # the first step, or new values were loaded
-            self._kept = self._region.read(parameter.detach())
+            self._kept = self._region.read(local_part(parameter.detach()))
         if self._stepping is None or self._stepping() is None:
             self._stepping = weakref.ref(optimizer)
 
     def _restore(self, parameter: torch.Tensor) -> None:
         if self._region is not None and self._kept is not None:
             with torch.no_grad():
-                self._region.write(parameter.detach(), self._kept)
+                self._region.write(local_part(parameter.detach()), self._kept)
 
-    def _quiet(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Take the frozen elements out of an optimizer's memory, where it could move them or mix them into others."""
+    def _clear_memory(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Remove the frozen elements from an optimizer's state, which could move them or mix them into others."""
         if isinstance(optimizer, torch.optim.LBFGS):
-            # Its memory is one list of directions through all parameters; they lead out of what is free now.
+            # Its state is one list of directions through all parameters; they lead out of what is free now.
             optimizer.state.clear()
         elif not self.freezes and self._region is not None:
             for name, value in optimizer.state.get(parameter, {}).items():
                 alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
-                if alike and name not in _NOT_AT_REST_AT_ZERO:
-                    self._region.clear(value)
+                if alike and name not in _NOT_NEUTRAL_AT_ZERO:
+                    self._region.clear(local_part(value.detach()))
 
 
 _RUNTIME = {"_hook", "_kept", "_seen", "_stepping", "_met"}
 
 
 def _mark(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Give something that differs once the values were written in place or exchanged."""
-    return write_count(parameter), parameter.data_ptr(), parameter.dtype, parameter.device
+    """Return something that differs after the values were written in place or replaced."""
+    return write_count(parameter), local_part(parameter.detach()).data_ptr(), parameter.dtype, parameter.device
 
 
 def freeze_state_of(parameter: torch.Tensor) -> FreezeState | None:
-    """Give the freeze state of a parameter, if it has one."""
     return watchers_of(parameter).get(FREEZES)
 
 
 def make_freeze_state(parameter: torch.Tensor) -> FreezeState:
-    """Give the freeze state of a parameter, a new one if it has none."""
+    """Return the freeze state of a parameter, a new one if it has none."""
     frozen = freeze_state_of(parameter)
     if frozen is None:
         frozen = FreezeState()
@@ -609,7 +535,7 @@ def make_freeze_state(parameter: torch.Tensor) -> FreezeState:
 
 
 def owners_of(parameter: torch.Tensor) -> list[nn.Module]:
-    """Give all modules that have this parameter as their own; several if it is tied."""
+    """List all modules that have this parameter as their own; several if it is tied."""
     return [
         module
         for module in gc.get_objects()
@@ -618,11 +544,20 @@ def owners_of(parameter: torch.Tensor) -> list[nn.Module]:
 
 
 def replicated() -> set[int]:
-    """Give the ids of all parameters that some DistributedDataParallel of this process has."""
+    """List the ids of all parameters that some DistributedDataParallel of this process has."""
     # DDP counts the gradients of the parameters that required one when it was built. A parameter that is switched off
     # later stops the training ("expected to have finished reduction"), one that is switched on later is never
     # synchronised.
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return set()
-    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    wrappers = [thing for thing in _distributed_objects() if issubclass(type(thing), DistributedDataParallel)]
     return {id(parameter) for wrapper in wrappers for parameter in wrapper.module.parameters()}
+
+
+def gathered() -> set[int]:
+    """List the ids of all whole parameters that FSDP2 has gathered; what is done to them is lost when it reshards."""
+    shards = [thing for thing in _distributed_objects() if hasattr(type(thing), "set_requires_gradient_sync")]
+    return {id(parameter) for unit in shard_units(shards) for parameter in unit.gathered}
+
+
+def _distributed_objects() -> list[Any]:
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return gc.get_objects() if ready else []

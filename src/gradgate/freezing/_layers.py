@@ -17,7 +17,14 @@ from torch.nn.parameter import is_lazy
 from gradgate._names import describe, listed, nearest
 from gradgate._torch_private import as_written, is_power_iteration, local_part, without_compiled_wrappers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
-from gradgate.freezing._freeze_state import ROWS_TOKEN, Everything, freeze_state_of, make_freeze_state, replicated
+from gradgate.freezing._freeze_state import (
+    ROWS_TOKEN,
+    WholeRegion,
+    freeze_state_of,
+    gathered,
+    make_freeze_state,
+    replicated,
+)
 from gradgate.freezing._verify import (
     Fingerprint,
     check_not_computed,
@@ -114,7 +121,7 @@ class FreezeHandle:
     def accept(self) -> None:
         """Take the values of now as the frozen ones, after a checkpoint was loaded on purpose."""
         self._accepted = self._computed()
-        self._fingerprints = {name: fingerprint(tensor) for name, tensor in self._frozen().items()}
+        self._fingerprints = {name: fingerprint(local_part(tensor)) for name, tensor in self._frozen().items()}
 
     def verify(self) -> None:
         """Prove that nothing moved since the freeze (or since `accept`): frozen values and statistics.
@@ -136,7 +143,7 @@ class FreezeHandle:
         for name, how in computed.items():
             check_not_computed(name, how, self._accepted.get(name, ""))
         for name, tensor in self._frozen().items():
-            region, how = Everything(tensor.numel()), computed.get(name, "")
+            region, how = WholeRegion(local_part(tensor).numel()), computed.get(name, "")
             self._fingerprints[name] = check_unmoved(name, tensor, region, self._fingerprints[name], how)
 
     def _computed(self) -> dict[str, str]:
@@ -154,7 +161,7 @@ class FreezeHandle:
         for name, module in self._modules.items():
             buffers = dict(module.named_buffers(recurse=False))
             found |= {f"{name}.{buffer}".lstrip("."): buffers[buffer] for buffer in statistics_of(module)}
-        return {name: local_part(tensor) for name, tensor in found.items()}
+        return {name: tensor.detach() for name, tensor in found.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -263,6 +270,13 @@ def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: 
             f"freeze(): {listed(empty)} has no values yet.",
             why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
             fix="model(example_batch)   # or model.to_empty(device=...) and load_state_dict, before the freeze",
+        )
+    whole = gathered()
+    if empty := [name for name in names if id(known[name]) in whole]:
+        raise ArgumentValueError(
+            f"freeze(): FSDP2 has gathered {listed(empty)} for the moment.",
+            why="after the next backward it is a shard again, which would not be frozen.",
+            fix="model.reshard()   # on all its parts, then freeze",
         )
     ties = ties_of(known)
     chosen = set(names).union(*(ties.get(name, ()) for name in names))

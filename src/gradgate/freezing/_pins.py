@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradgate._names import describe, listed
+from gradgate._torch_distributed import is_sharded
+from gradgate._torch_private import local_part
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from gradgate.freezing._freeze_state import freeze_state_of, make_freeze_state, region_of
+from gradgate.freezing._freeze_state import freeze_state_of, gathered, make_freeze_state, region_of, shard_region
 from gradgate.freezing._layers import bare
 from gradgate.freezing._verify import (
     Registrations,
@@ -34,7 +36,7 @@ class Pin:
 
     Attributes:
         parameter: The parameter, the same object as before.
-        count: How many elements this pin holds.
+        count: How many elements it keeps; of a sharded parameter, over all processes.
 
     Examples:
         >>> embedding = torch.nn.Embedding(4, 2)
@@ -47,6 +49,7 @@ class Pin:
     def __init__(self, parameter: torch.Tensor, frozen: torch.Tensor) -> None:
         self.parameter = parameter
         self._region = region_of(frozen)
+        self._local = shard_region(self._region, parameter)
         self.count = self._region.count
         self._token = uuid.uuid4().hex
         make_freeze_state(parameter).pin(parameter, self._token, self._region)
@@ -55,7 +58,7 @@ class Pin:
 
     @property
     def active(self) -> bool:
-        """Whether it still holds its elements."""
+        """Whether it still keeps its elements."""
         frozen = freeze_state_of(self.parameter)
         return frozen is not None and self._token in frozen.pins
 
@@ -65,17 +68,17 @@ class Pin:
         return self._region.mask(self.parameter.shape, self.parameter.device).clone()
 
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Let the elements learn again; a second call does nothing."""
         if (frozen := freeze_state_of(self.parameter)) is not None:
             frozen.release(self.parameter, self._token)
 
     def accept(self) -> None:
         """Take the values of now as the pinned ones, after they were changed on purpose."""
         values, self._accepted = self._used()
-        self._fingerprint = fingerprint(self._region.gather(values))
+        self._fingerprint = fingerprint(self._local.gather(local_part(values)))
 
     def _used(self) -> tuple[torch.Tensor, str]:
-        """Give the values that a layer computes with, and what computes them if they are not the parameter's own."""
+        """Return the values that a layer computes with, and what computes them if they are not the parameter's own."""
         for module, name in self._registrations.computing():
             return computed_value(module, name), computed_by(module, name)
         return self.parameter.detach(), ""
@@ -95,7 +98,7 @@ class Pin:
             )
         values, how = self._used()
         check_not_computed("the pinned parameter", how, self._accepted)
-        self._fingerprint = check_unmoved("parameter", values, self._region, self._fingerprint, how)
+        self._fingerprint = check_unmoved("parameter", values, self._local, self._fingerprint, how)
 
     def save_in(self, model: nn.Module) -> None:
         """Write what is pinned into the model's `state_dict`, and compare when one is loaded.
@@ -175,7 +178,7 @@ def _compare_mask(
         missing.append(key)
     elif saved is not None:
         here = mine if mine is not None else torch.zeros_like(saved)
-        if here.shape != saved.shape or not torch.equal(here.cpu(), saved.cpu()):
+        if not torch.equal(here.cpu(), saved.cpu()):
             errors.append(
                 f"{prefix}{name} has {int(here.sum())} pinned elements here and {int(saved.sum())} in the checkpoint, "
                 f"not the same; pin it as it was: gg.pin(parameter, frozen=state[{key!r}])."
@@ -192,24 +195,26 @@ def pin(
 
     The parameter stays the same object under the same name. From the backward on its gradient is exactly 0 at the
     pinned elements, so clipping does not see them; after every step of any `torch.optim.Optimizer` their values are
-    put back bit by bit; what the optimizer remembers of them is set to 0 at the first step. In between they may be
-    changed on purpose - `load_state_dict`, an assignment under `no_grad` - and are then kept as they are; what is
-    written behind autograd's back through `.data` is undone by the next step. `verify` tells of both.
+    written back bit by bit; their part of the optimizer's state is set to 0 at the first step. In between you may
+    change them on purpose - `load_state_dict`, an assignment under `no_grad` - and the new values are then kept. The
+    next step undoes what is written through `.data`, which autograd does not see. `verify` finds both.
 
     The pin travels with the parameter into copies and pickles of the model (`gg.freezing.thaw` frees those), through
-    `model.to(...)`, `torch.compile` and DistributedDataParallel.
+    `model.to(...)`, `torch.compile` and DistributedDataParallel. Pin the parameters of an FSDP2 model after
+    `fully_shard`, on every process, by their global rows or mask; each process keeps its own shard.
 
     Args:
-        parameter: The parameter, or any other leaf tensor that learns.
+        parameter: The parameter, or any other leaf tensor that learns; a sharded one (DTensor) too.
         frozen: A boolean mask of its shape, or of its number of dimensions and broadcastable; True does not move.
         rows: Rows that do not move: numbers along the first dimension, negative ones counted from the end.
 
     Returns:
-        The pin, to release and to verify; also a context manager. Letting it fall does not release.
+        The pin, to release and to verify; also a context manager. Dropping the reference does not release.
 
     Raises:
         ArgumentTypeError: Not a floating tensor of torch's own, not a boolean mask, rows that are not integers.
-        ArgumentValueError: Not a leaf, a mask of another shape, or neither mask nor rows.
+        ArgumentValueError: Not a leaf, a mask of another shape, neither mask nor rows, or a whole parameter that FSDP2
+            has gathered for the moment.
         ArgumentIndexError: A row that does not exist.
 
     Examples:
@@ -229,6 +234,8 @@ def pin(
             fix="gg.pin(parameter, rows=[0, 5])   # a whole parameter: gg.freeze(model, parameter)",
         )
     together = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+    if isinstance(frozen, torch.Tensor) and is_sharded(frozen):
+        frozen = frozen.full_tensor()  # type: ignore[attr-defined]
     if frozen is not None:
         together |= _check_mask(frozen, parameter).to(parameter.device)
     if rows is not None:
@@ -237,7 +244,7 @@ def pin(
 
 
 def row_numbers(rows: Sequence[int] | torch.Tensor | range, parameter: torch.Tensor, function: str) -> torch.Tensor:
-    """Give row numbers as a sorted tensor without repetitions, on the parameter's device."""
+    """Return row numbers as a sorted tensor without repetitions, on the parameter's device."""
     try:
         numbers = rows if isinstance(rows, torch.Tensor) else torch.as_tensor(list(rows))
     except (TypeError, ValueError, RuntimeError):  # not iterable, or a list of anything
@@ -268,13 +275,12 @@ def _check_parameter(parameter: Any) -> None:
             why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
             fix="model(example_batch)   # or model.to_empty(device=...) and load_state_dict, before the pin",
         )
-    if type(parameter) not in (torch.Tensor, nn.Parameter) or not (
-        parameter.is_floating_point() or parameter.is_complex()
-    ):
+    known = type(parameter) in (torch.Tensor, nn.Parameter) or _splits(parameter)
+    if not known or not (parameter.is_floating_point() or parameter.is_complex()):
         raise ArgumentTypeError(
             f"pin(): `parameter` is {describe(parameter)}"
             + (f" of type {type(parameter).__name__}." if isinstance(parameter, torch.Tensor) else "."),
-            why="it pins elements of a plain floating tensor; sharded and quantised ones are held in parts.",
+            why="it pins elements of a plain or sharded floating tensor; quantised ones are stored in several parts.",
             fix="gg.pin(model.embedding.weight, rows=[0, 5])",
         )
     if not parameter.is_leaf:
@@ -283,6 +289,17 @@ def _check_parameter(parameter: Any) -> None:
             why="no optimizer moves a computed tensor; what moves is what it was computed from.",
             fix="gg.pin(model.layer.weight, rows=[0])   # instead of gg.pin(model.layer.weight[0], ...)",
         )
+    if not is_sharded(parameter) and id(parameter) in gathered():
+        raise ArgumentValueError(
+            "pin(): FSDP2 has gathered this whole parameter for the moment.",
+            why="after the next backward it is a shard again, which would not be pinned.",
+            fix="model.reshard()   # then gg.pin(model.weight, ...)",
+        )
+
+
+def _splits(parameter: Any) -> bool:
+    """Whether a tensor is distributed so that each element of this process is one of the whole."""
+    return is_sharded(parameter) and not any(placement.is_partial() for placement in parameter.placements)
 
 
 def _check_mask(frozen: Any, parameter: torch.Tensor) -> torch.Tensor:

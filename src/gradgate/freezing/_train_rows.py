@@ -20,16 +20,19 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate._checks import check_module
 from gradgate._names import describe
+from gradgate._torch_distributed import is_sharded
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._freeze_state import (
     ROWS_TOKEN,
-    Rows,
+    FrozenRegion,
     Watcher,
     attach,
     detach,
     freeze_state_of,
+    gathered,
     make_freeze_state,
     owners_of,
+    region_of,
     replicated,
     watch_steps,
     watchers_of,
@@ -147,13 +150,13 @@ class RowTraining:
         for number, (name, table, region) in enumerate(self._frozen()):
             self._fingerprints[number] = check_unmoved(name, table, region, self._fingerprints[number])
 
-    def _frozen(self) -> list[tuple[str, torch.Tensor, Rows]]:
-        found: list[tuple[str, torch.Tensor, Rows]] = []
+    def _frozen(self) -> list[tuple[str, torch.Tensor, FrozenRegion]]:
+        found: list[tuple[str, torch.Tensor, FrozenRegion]] = []
         for module, name in self._tables:
             table = module.get_parameter(name)
-            others = torch.ones(len(table), dtype=torch.bool, device=table.device)
+            others = torch.ones_like(table, dtype=torch.bool)
             others[self.rows.to(table.device)] = False
-            found.append((name, table, Rows(others.nonzero().squeeze(1), table.shape)))
+            found.append((name, table, region_of(others)))
         return found
 
     def __repr__(self) -> str:
@@ -261,7 +264,7 @@ def _overlay_embedding(
     module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
 ) -> torch.Tensor:
     slots = module.get_buffer("row_slots")
-    small: torch.Tensor = getattr(module, "weight" + _SUFFIX)  # under functional_call it is no Parameter
+    small = _small_weight(module)
     here = slots[args[0] if args else kwargs["input"]]
     if module.padding_idx is not None:  # the padding's row gets no gradient, learning or not
         here = here.masked_fill(here == slots[module.padding_idx], -1)
@@ -279,9 +282,21 @@ def _overlay_embedding(
 def _overlay_linear(
     module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
 ) -> torch.Tensor:
-    small, bias = getattr(module, "weight" + _SUFFIX), getattr(module, "bias" + _SUFFIX, None)
+    small, bias = _small_weight(module), getattr(module, "bias" + _SUFFIX, None)
     found = functional.linear(args[0] if args else kwargs["input"], small, bias)
     return output.index_copy(-1, module.get_buffer("row_numbers"), found)
+
+
+def _small_weight(module: nn.Module) -> torch.Tensor:
+    small: torch.Tensor = getattr(module, "weight" + _SUFFIX)  # under functional_call it is no Parameter
+    replaced = not torch.compiler.is_compiling() and isinstance(small, nn.Parameter) and not watchers_of(small)
+    if replaced and id(small) in gathered():
+        raise ArgumentValueError(
+            "train_rows(): fully_shard was applied to a module whose rows learn.",
+            why="FSDP2 replaces the rows and the table by shards, and nothing would copy the rows into the table.",
+            fix="gg.freezing.merge_rows(model)   # before fully_shard; then gg.pin(module.weight, rows=...)",
+        )
+    return small
 
 
 # --- state dict: the table under its own key, nothing else ------------------------------------------------------
@@ -361,6 +376,12 @@ def _check_module(module: nn.Module, what: str) -> None:
             f"train_rows(): {what} is {describe(module)}.",
             why="it lays rows over what torch.nn.Embedding and torch.nn.Linear compute; others compute otherwise.",
             fix="gg.pin(module.weight, rows=[0])   # works on any parameter; the rows that must not move",
+        )
+    if is_sharded(module.get_parameter("weight")):
+        raise ArgumentTypeError(
+            "train_rows(): the weight of `module` is sharded (FSDP2, or another DTensor).",
+            why="the rows that learn would be a parameter of their own, which belongs to no process.",
+            fix="gg.pin(module.weight, rows=[0])   # works on shards; the rows that must not move",
         )
     if rows_of(module) is not None:
         raise ArgumentValueError(

@@ -1,11 +1,10 @@
-"""Prove that what was frozen is what it was, and say what is not.
+"""Prove that frozen values did not move, and name the one that did.
 
-Values are read as integers. Each block of 32 gives a sum of word times weight, modulo 2**64, with odd weights of 64
-bits that differ from place to place: a single word that changed always changes its sum, because an odd weight has
-an inverse, and several cancel as rarely as random numbers do. If a sum differs, each word of its block is asked
-whether it alone explains the difference; the one that does is named, with the value it had. Words of 32 bits need
-one sum, since a change beyond 32 bits is none; words of 64 bits need two, and are mixed first, or a changed sign
-would look the same at every place. For float32 it is a sixteenth of a copy.
+Values are read as integers. Each block of 32 has a sum of word times weight, modulo 2**64, with odd weights of 64 bits
+that differ from place to place: a single changed word always changes its sum, because an odd weight has an inverse, and
+several cancel as rarely as random numbers do. If a sum differs, the word that alone explains the difference is named,
+with the value it had. Words of 32 bits need one sum, because no change exceeds 32 bits; words of 64 bits need two, and
+are mixed first, or a changed sign would look the same at every place. For float32 it takes a sixteenth of a copy.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
 from gradgate._names import describe
-from gradgate._torch_private import computed_name, forward_pre_hooks, parameters_of
+from gradgate._torch_distributed import is_sharded, sharded_like
+from gradgate._torch_private import computed_name, forward_pre_hooks, local_part, parameters_of
 from gradgate.errors import ArgumentTypeError, FrozenMovedError
 from gradgate.freezing._freeze_state import FrozenRegion
 
@@ -37,7 +37,7 @@ _MIX = 0x2545_F491_4F6C_DD1D  # any odd number with its bits well spread
 
 @dataclass(frozen=True)
 class Moved:
-    """The first movement: the elements first to last hold it, one element where it is known."""
+    """The first movement is in the elements from first to last; where it is one element, `before` is its old value."""
 
     first: int
     last: int
@@ -46,14 +46,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The sums of each block, and what they were taken of."""
-
     sums: torch.Tensor
     dtype: torch.dtype
     count: int
 
     def moved(self, values: torch.Tensor) -> Moved | None:
-        """Find the first element that is not what it was."""
         now = fingerprint(values).sums
         then = self.sums.to(now.device)
         wrong = (now != then).any(dim=0).nonzero()
@@ -72,7 +69,6 @@ class Fingerprint:
 
 
 def fingerprint(values: torch.Tensor) -> Fingerprint:
-    """Take the fingerprint of values."""
     words = _words(values)
     rows = 1 if values.element_size() <= 4 else 2
     weights = _weights()[:rows]
@@ -98,7 +94,7 @@ def _words(values: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Give words as 64 bits; full ones are mixed, so that their high bits show in the low ones."""
+    """Widen words to 64 bits; full ones are mixed, so that their high bits show in the low ones."""
     if words.dtype is not torch.int64:
         return words.to(torch.int64)
     return _fold(words * _MIX)
@@ -127,7 +123,6 @@ def _alone(differences: list[int], words: int) -> tuple[int, int] | None:
 
 
 def _value_before(values: torch.Tensor, element: int, part: int, change: int) -> float | complex:
-    """Take the change of one word back from its element."""
     raw = values.detach().contiguous().view(-1)[element : element + 1].cpu().clone()
     words = _words(raw)
     old = torch.tensor([_signed(int(_mixed(words)[part]) - change)])
@@ -136,7 +131,7 @@ def _value_before(values: torch.Tensor, element: int, part: int, change: int) ->
 
 
 def _signed(number: int) -> int:
-    """Give a number modulo 2**64 as torch's int64 has it."""
+    """Wrap a number into the range of int64."""
     return (number + _SIZE // 2) % _SIZE - _SIZE // 2
 
 
@@ -144,7 +139,7 @@ def _signed(number: int) -> int:
 
 
 class Verifiable(Protocol):
-    """What `freeze`, `train_only`, `pin` and `train_rows` give."""
+    """What `freeze`, `train_only`, `pin` and `train_rows` return."""
 
     def verify(self) -> None:
         """Raise if anything moved."""
@@ -154,10 +149,10 @@ def assert_frozen(*handles: Verifiable) -> None:
     """Prove that nothing moved since these were frozen.
 
     Args:
-        *handles: What `freeze`, `train_only`, `pin` or `train_rows` gave.
+        *handles: What `freeze`, `train_only`, `pin` or `train_rows` returned.
 
     Raises:
-        FrozenMovedError: A frozen element is not what it was; the message names it. It is an AssertionError too.
+        FrozenMovedError: A frozen element moved; the message names it. It is an AssertionError too.
         ArgumentTypeError: Something else was given.
 
     Examples:
@@ -184,10 +179,10 @@ def assert_frozen(*handles: Verifiable) -> None:
 def check_unmoved(
     name: str, tensor: torch.Tensor, region: FrozenRegion, then: Fingerprint, how: str = ""
 ) -> Fingerprint:
-    """Compare frozen elements with their fingerprint, and give the one to compare with next time."""
+    """Compare frozen elements with their fingerprint, and return the one to compare with next time."""
     # That is a new one if the tensor was converted to another dtype since, because that rounds on purpose. `how` says
     # what computes the tensor, if it is not a parameter.
-    values = region.gather(tensor.detach())
+    values = region.gather(local_part(tensor.detach()))
     if values.numel() != then.count:
         raise FrozenMovedError(
             f"{name} is frozen and has now {values.numel()} elements instead of {then.count}.",
@@ -199,11 +194,29 @@ def check_unmoved(
     moved = then.moved(values)
     if moved is None:
         return then
+    start, stop = ((list(_place(tensor, region, number))) for number in (moved.first, moved.last))
+    if moved.before is not None:
+        now = values[moved.first].item()
+        what = f"{name}{start or ''} is frozen and moved: it was {moved.before!r} and is {now!r}."
+    else:
+        what = f"{name}{start} to {name}{stop} are frozen, and several of them moved."
+    updates = "a home-made update, .data, or a loaded state"
     raise FrozenMovedError(
-        _what(name, tensor, region, values, moved.first, moved.last, moved.before),
-        why=f"{how} computes it anew." if how else _WHY,
-        fix=_FIX,
+        what,
+        why=f"{how} computes it anew."
+        if how
+        else f"something wrote to it that is no step of a torch.optim.Optimizer: {updates}.",
+        fix="handle.accept()   # if the new values are meant, as after load_state_dict",
     )
+
+
+def _place(tensor: torch.Tensor, region: FrozenRegion, number: int) -> tuple[int, ...]:
+    """Return the index of a frozen element, the global one if the tensor is sharded."""
+    place = region.place(number, local_part(tensor).shape)
+    if not is_sharded(tensor):
+        return place
+    numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+    return tuple(int(i) for i in torch.unravel_index(sharded_like(tensor, numbers)[place], tensor.shape))
 
 
 def check_not_computed(name: str, how: str, accepted: str) -> None:
@@ -216,27 +229,7 @@ def check_not_computed(name: str, how: str, accepted: str) -> None:
         )
 
 
-_WHY = "something wrote to it that is no step of a torch.optim.Optimizer: a home-made update, .data, or a loaded state."
-_FIX = "handle.accept()   # if the new values are meant, as after load_state_dict"
-
-
-def _what(
-    name: str,
-    tensor: torch.Tensor,
-    region: FrozenRegion,
-    values: torch.Tensor,
-    first: int,
-    last: int,
-    before: float | complex | None,
-) -> str:
-    start = list(region.place(first, tensor.shape))
-    if before is not None:
-        return f"{name}{start or ''} is frozen and moved: it was {before!r} and is {values[first].item()!r}."
-    stop = list(region.place(last, tensor.shape))
-    return f"{name}{start} to {name}{stop} are frozen, and several of them moved."
-
-
-# --- what computes a tensor that was a parameter ----------------------------------------------------------------------
+# --- What computes a tensor that was a parameter ----------------------------------------------------------------------
 
 
 def computed_by(module: nn.Module, name: str) -> str:
@@ -298,12 +291,12 @@ class Registrations:
 
     def add(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Note a registration if it is of the pinned parameter, or of one over the same memory (weight_norm)."""
-        pointer = parameter.untyped_storage().data_ptr()
-        if parameter is self._parameter or (pointer and pointer == self._parameter.untyped_storage().data_ptr()):
+        pointer, own = parameter.untyped_storage().data_ptr(), local_part(self._parameter.detach())
+        if parameter is self._parameter or (pointer and pointer == own.untyped_storage().data_ptr()):
             self._places.append((weakref.ref(module), name))
 
     def computing(self) -> list[tuple[nn.Module, str]]:
-        """Give each module and name of a tensor that is now computed from the parameter."""
+        """List the modules and names of tensors that are now computed from the parameter."""
         now = [(module, name.removesuffix("_orig").removesuffix("_v")) for module, name in self._present()]
         return [(module, name) for module, name in now if computed_by(module, name)]
 
