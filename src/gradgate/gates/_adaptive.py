@@ -30,10 +30,10 @@ class AdaptiveClip:
     By `"ratio"`, the gradient of each row of a weight (of a whole bias, or one that is sparse) may be `threshold` times
     the norm of that row, which counts as 0.001 at least.
 
-    A gradient that is not finite is left as it is and is not in the history: `gg.Guard` finds out who made it.
+    A gradient that is not finite stays as it is and is not in the history: `gg.Guard` finds the sample that made it.
 
     Args:
-        model: Whose parameters; those without a gradient are passed over.
+        model: The model; parameters without a gradient are skipped.
         by: `"history"` or `"ratio"`.
         threshold: How many spreads over the median, 6 by default; or the ratio, 0.01 by default.
         window: How many norms of each parameter are remembered.
@@ -120,7 +120,7 @@ class AdaptiveClip:
         return {name: count for name, count in counts.items() if count}
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the history and the counts, to be saved with a checkpoint.
+        """Return the history and the counts, to save them with a checkpoint.
 
         Returns:
             Tensors and numbers.
@@ -128,10 +128,10 @@ class AdaptiveClip:
         return {"history": self._history.clone(), "counts": self._counts.clone(), "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the history of a saved run.
+        """Continue with the history of a saved run.
 
         Args:
-            state: What `state_dict` gave, of a model with the same parameters and the same `window`.
+            state: What `state_dict` returned, of a model with the same parameters and the same `window`.
 
         Raises:
             ArgumentValueError: It has another shape.
@@ -147,7 +147,7 @@ class AdaptiveClip:
         return f"AdaptiveClip(by={self.by!r}, steps={self.steps}, clipped={sum(self.clipped.values())})"
 
     def _by_history(self, rows: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-        """Give the factor of each gradient, and note its norm."""
+        """Return the factor of each gradient, and record its norm."""
         history = self._history[rows]
         middle = history.nanquantile(0.5, dim=1)
         spread = _NORMAL * (history - middle[:, None]).abs().nanquantile(0.5, dim=1)

@@ -19,16 +19,16 @@ Condition = Literal["finite"] | Callable[[torch.Tensor], torch.Tensor | bool]
 
 
 def check(x: torch.Tensor, condition: Condition, message: str = "") -> torch.Tensor:
-    """Give x back, or raise and name the rows (samples) of x that break a condition.
+    """Return x, or raise and name the rows (samples) of x that break a condition.
 
-    The guard takes the error for the fault of those samples. It reads one number on the host, so that the error comes
+    The guard takes the error as the fault of those samples. It reads one number on the host, so that the error comes
     from this line. Under `torch.compile` it is torch's own assertion: nothing waits for a device, and the error is a
     RuntimeError with the message and without rows. Under vmap the rows are those of the outermost batch dimension.
     With `python -O`, or `GRADGATE_CHECKS=0` in the environment, nothing is checked.
 
     Args:
         x: Any tensor; its rows are samples.
-        condition: "finite", or a function of x that gives a bool, or a boolean tensor: one answer for each element,
+        condition: "finite", or a function of x that returns a bool, or a boolean tensor: one answer for each element,
             for each row, or for all of x. True is good.
         message: What the error says first.
 
@@ -37,8 +37,8 @@ def check(x: torch.Tensor, condition: Condition, message: str = "") -> torch.Ten
 
     Raises:
         FailedCheckError: The condition is false somewhere. `error.rows` has the rows.
-        ArgumentTypeError: x is not a tensor, or the condition is none of the above or gives something else.
-        ArgumentValueError: The condition is another word than "finite", or gives a tensor that does not fit x.
+        ArgumentTypeError: x is not a tensor, or the condition is none of the above or returns something else.
+        ArgumentValueError: The condition is another word than "finite", or returns a tensor that does not fit x.
 
     Gradient:
         That of x: the call does nothing to it. NaN and Inf that arrive go on.

@@ -12,12 +12,11 @@ from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe
 from gradgate._torch_private import is_traced
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.gates import _eager, _traced
-from gradgate.gates._eager import put_mask
+from gradgate.gates._graph import put_rule, swap
 from gradgate.gates._rules import Chosen, Clip, Finite, GateMeter, Mask, Rule, Scale, Whole
 
 Keep = bool | torch.Tensor | Callable[[torch.Tensor], torch.Tensor | bool]
-"""What says where a gradient flows: yes or no, a boolean tensor, or a function of the gradient that gives either."""
+"""Where a gradient flows: yes or no, a boolean tensor, or a function of the gradient that returns either."""
 
 
 def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torch.Tensor:
@@ -26,8 +25,8 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
     Args:
         x: Any tensor.
         keep: True where the gradient flows. A bool for all of x; a boolean tensor that broadcasts to x (0-dim, one
-            answer for each element, `(n, 1)` for each row); or a function that is given the gradient in backward and
-            gives such a tensor or a bool. A tensor is never read on the host; the function must not write into the
+            answer for each element, `(n, 1)` for each row); or a function that takes the gradient in backward and
+            returns such a tensor or a bool. A tensor is never read on the host; the function must not write into the
             gradient.
         meter: Counts what passes and what is stopped.
 
@@ -50,8 +49,6 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
         >>> x.grad
         tensor([2., 0., 3.])
     """
-    if meter is None and not is_traced() and (gated := put_mask(x, keep)) is not None:
-        return gated
     check_tensor(x, name="x", function="gate")
     if isinstance(keep, bool):
         return _put_rule(x, Whole(keep), None, meter, "gate")
@@ -93,7 +90,7 @@ def scale_grad(x: torch.Tensor, factor: float | torch.Tensor, *, meter: GateMete
 def reverse_grad(
     x: torch.Tensor, strength: float | torch.Tensor = 1.0, *, meter: GateMeter | None = None
 ) -> torch.Tensor:
-    """Turn the gradient round on its way back, as domain-adversarial training does.
+    """Reverse the gradient on its way back, as domain-adversarial training does.
 
     Args:
         x: Any tensor.
@@ -108,8 +105,8 @@ def reverse_grad(
         ArgumentValueError: strength is not finite, requires grad, is on another device or does not broadcast to x.
 
     Gradient:
-        The arriving one times -strength; everything else as in `scale_grad`. Forward mode turns the tangent round in
-        the same way, so that jvp and vjp agree with each other (and not with the forward values, on purpose).
+        The arriving one times -strength; everything else as in `scale_grad`. Forward mode reverses the tangent too, so
+        that jvp and vjp agree with each other (and not with the forward values, on purpose).
 
     Examples:
         >>> x = torch.ones(2, requires_grad=True)
@@ -174,10 +171,7 @@ def clip_grad(
             why="complex numbers have no order to clip them by.",
             fix=f"gg.clip_grad(x, max_norm={max_value})",
         )
-    if not isinstance(per_sample, bool):
-        raise ArgumentTypeError(
-            f"clip_grad(): `per_sample` is {describe(per_sample)}.", why="it is True or False.", fix="per_sample=True"
-        )
+    check_per_sample(per_sample)
     if per_sample and x.dim() == 0:
         raise ArgumentValueError(
             "clip_grad(): `per_sample` for a tensor without dimensions.",
@@ -220,7 +214,7 @@ def finite_grad(x: torch.Tensor, fill_value: float = 0.0, *, meter: GateMeter | 
 
 
 def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
-    """Give the value of one tensor with the gradient of another.
+    """Return the value of one tensor with the gradient of another.
 
     For everything whose own derivative is 0 or unwanted: rounding, argmax, sampling, clamping.
 
@@ -248,9 +242,7 @@ def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
     check_tensor(hard, name="hard", function="straight_through")
     check_tensor(soft, name="soft", function="straight_through")
     check_pair(hard, soft)
-    if is_traced():
-        return _traced.swap(hard, soft, "straight_through")
-    return _eager.swap(hard, soft)
+    return swap(hard, soft, "straight_through")
 
 
 def _scale(
@@ -270,24 +262,21 @@ def _scale(
 def _put_rule(
     x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None, function: str
 ) -> torch.Tensor:
-    traced = is_traced()
     if meter is not None:
-        check_meter(meter, function=function, traced=traced)
-    if traced:
-        return _traced.put_rule(x, rule, function)
-    return _eager.put_rule(x, rule, operand, meter)
+        check_meter(meter, function=function)
+    return put_rule(x, rule, operand, meter, function)
 
 
 # --- Checks of their arguments --------------------------------------------------------------------------------------
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a plain real number; True and False are answers, not numbers."""
+    """Whether a value is a plain real number; True and False are answers, not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> None:
-    """Make sure that a factor is a finite number, or a real tensor that fits x and wants no gradient."""
+    """Check that a factor is a finite number, or a real tensor that fits x and requires no gradient."""
     if isinstance(factor, torch.Tensor):
         if factor.dtype is torch.bool or factor.is_complex():
             raise ArgumentTypeError(
@@ -317,7 +306,6 @@ def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> N
 
 
 def _as_number(value: Any, name: str) -> str:
-    """Write what was meant as a number, where that is plain."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -326,7 +314,6 @@ def _as_number(value: Any, name: str) -> str:
 
 
 def check_limit(limit: Any, *, name: str, function: str = "clip_grad") -> None:
-    """Make sure that a limit of clip_grad is a positive number."""
     if not is_number(limit):
         raise ArgumentTypeError(
             f"{function}(): `{name}` is {describe(limit)}.",
@@ -341,8 +328,14 @@ def check_limit(limit: Any, *, name: str, function: str = "clip_grad") -> None:
         )
 
 
+def check_per_sample(per_sample: Any, *, function: str = "clip_grad") -> None:
+    if not isinstance(per_sample, bool):
+        raise ArgumentTypeError(
+            f"{function}(): `per_sample` is {describe(per_sample)}.", why="it is True or False.", fix="per_sample=True"
+        )
+
+
 def check_fill_value(fill_value: Any, x: torch.Tensor, *, function: str = "finite_grad") -> None:
-    """Make sure that what replaces a non-finite gradient is itself finite, also in the dtype of x."""
     if not is_number(fill_value):
         raise ArgumentTypeError(
             f"{function}(): `fill_value` is {describe(fill_value)}.", why="it is a plain number.", fix="fill_value=0.0"
@@ -356,15 +349,14 @@ def check_fill_value(fill_value: Any, x: torch.Tensor, *, function: str = "finit
         )
 
 
-def check_meter(meter: Any, *, function: str, traced: bool) -> None:
-    """Make sure that a meter is one, and can count here."""
+def check_meter(meter: Any, *, function: str) -> None:
     if not isinstance(meter, GateMeter):
         raise ArgumentTypeError(
             f"{function}(): `meter` is {describe(meter)}.",
             why="what counts is a gg.GateMeter that you keep and read.",
             fix="meter=gg.GateMeter()",
         )
-    if traced:
+    if is_traced():
         raise ArgumentValueError(
             f"{function}(): a meter cannot count inside torch.compile or torch.func.",
             why="counting is a side effect, and a traced function has none.",
@@ -373,7 +365,6 @@ def check_meter(meter: Any, *, function: str, traced: bool) -> None:
 
 
 def check_pair(hard: torch.Tensor, soft: torch.Tensor) -> None:
-    """Make sure that the two sides of straight_through have one shape, dtype and device."""
     if hard.dtype != soft.dtype or not (soft.is_floating_point() or soft.is_complex()):
         raise ArgumentTypeError(
             f"straight_through(): `hard` is {describe(hard)}, `soft` is {describe(soft)}.",

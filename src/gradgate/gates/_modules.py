@@ -16,6 +16,7 @@ from gradgate.gates._functions import (
     check_factor,
     check_fill_value,
     check_limit,
+    check_per_sample,
     clip_grad,
     finite_grad,
     gate,
@@ -24,11 +25,9 @@ from gradgate.gates._functions import (
 )
 from gradgate.gates._rules import GateMeter
 
-_NUMBER = torch.zeros((), dtype=torch.float64)  # stands for a tensor that is not known yet
-
 
 class GateModule(SettingsModule):
-    """What the modules share: their settings are plain attributes, moved with the module, saved only when asked."""
+    """What the modules share: their settings are plain attributes that move with the module, saved only on request."""
 
     # Tensors among them are no buffers: DistributedDataParallel would overwrite each rank's mask by that of rank 0.
 
@@ -41,24 +40,18 @@ class GateModule(SettingsModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.settings:  # also of a setting that is changed while training
-            self.check(name, value)
+            _check_setting(name, value, type(self).__name__)
         super().__setattr__(name, value)
 
-    def check(self, name: str, value: Any) -> None:
-        """Make sure that a setting can be used, as far as that can be said without a tensor."""
-
     def extra_repr(self) -> str:
-        """Show the settings."""
         return ", ".join(f"{name}={_shown(getattr(self, name))}" for name in self.settings)
 
     def move_settings(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move the tensors among the settings, as `module.to()` moves parameters."""
         for name in self.settings:
             if isinstance(value := getattr(self, name), torch.Tensor):
                 setattr(self, name, fn(value))
 
     def save_settings(self, destination: dict[str, Any], prefix: str) -> None:
-        """Put the settings into a state_dict."""
         for name in self.settings if self.save else ():
             value = getattr(self, name)
             if callable(value):
@@ -71,7 +64,6 @@ class GateModule(SettingsModule):
                 destination[prefix + name] = torch.as_tensor(value).detach().clone()
 
     def load_settings(self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
-        """Take the settings out of a state_dict."""
         for name in self.settings if self.save else ():
             saved = state_dict.pop(prefix + name, None)
             value = getattr(self, name)
@@ -81,6 +73,22 @@ class GateModule(SettingsModule):
                 setattr(self, name, saved.detach().to(value.device, copy=True))
             else:
                 setattr(self, name, saved.item() if saved.dim() == 0 else saved.detach().clone())
+
+
+def _check_setting(name: str, value: Any, function: str) -> None:
+    """Check a setting as far as that can be done without x."""
+    like = value if isinstance(value, torch.Tensor) else torch.zeros((), dtype=torch.float64)
+    if name in ("factor", "strength"):
+        check_factor(value, like, name=name, function=function)
+    elif name == "fill_value":
+        check_fill_value(value, like, function=function)
+    elif name == "per_sample":
+        check_per_sample(value, function=function)
+    elif name == "keep":
+        if not isinstance(value, bool) and not callable(value):
+            check_keep(value, like, function=function)
+    elif value is not None:
+        check_limit(value, name=name, function=function)
 
 
 def _shown(value: object) -> str:
@@ -111,13 +119,7 @@ class Gate(GateModule):
         super().__init__(meter, save)
         self.keep = keep
 
-    def check(self, name: str, value: Any) -> None:
-        """Make sure that keep is a bool, a mask or a function."""
-        if not isinstance(value, bool) and not callable(value):
-            check_keep(value, value if isinstance(value, torch.Tensor) else _NUMBER, function="Gate")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give x, its gradient gated."""
         return gate(x, self.keep, meter=self.meter)
 
 
@@ -141,12 +143,7 @@ class ScaleGrad(GateModule):
         super().__init__(meter, save)
         self.factor = factor
 
-    def check(self, name: str, value: Any) -> None:
-        """Make sure that it is a finite number or a tensor of numbers."""
-        check_factor(value, value if isinstance(value, torch.Tensor) else _NUMBER, name=name, function="ScaleGrad")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give x, its gradient scaled."""
         return scale_grad(x, self.factor, meter=self.meter)
 
 
@@ -154,7 +151,7 @@ class ReverseGrad(GateModule):
     """`reverse_grad` as a module.
 
     Args:
-        strength: How strongly the gradient is turned round; see `reverse_grad`. Set `module.strength` at any time.
+        strength: How strongly the gradient is reversed; see `reverse_grad`. Set `module.strength` at any time.
         meter: Counts what passes and what is stopped.
         save: Put strength into the state_dict.
 
@@ -174,12 +171,7 @@ class ReverseGrad(GateModule):
         super().__init__(meter, save)
         self.strength = strength
 
-    def check(self, name: str, value: Any) -> None:
-        """Make sure that it is a finite number or a tensor of numbers."""
-        check_factor(value, value if isinstance(value, torch.Tensor) else _NUMBER, name=name, function="ReverseGrad")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give x, its gradient turned round."""
         return reverse_grad(x, self.strength, meter=self.meter)
 
 
@@ -214,17 +206,7 @@ class ClipGrad(GateModule):
         self.max_value = max_value
         self.per_sample = per_sample
 
-    def check(self, name: str, value: Any) -> None:
-        """Make sure that a limit is a positive number, and per_sample yes or no."""
-        if name == "per_sample" and not isinstance(value, bool):
-            raise ArgumentTypeError(
-                f"ClipGrad(): `per_sample` is {describe(value)}.", why="it is True or False.", fix="per_sample=True"
-            )
-        if name != "per_sample" and value is not None:
-            check_limit(value, name=name, function="ClipGrad")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give x, its gradient limited."""
         return clip_grad(
             x, max_norm=self.max_norm, max_value=self.max_value, per_sample=self.per_sample, meter=self.meter
         )
@@ -249,10 +231,5 @@ class FiniteGrad(GateModule):
         super().__init__(meter, save)
         self.fill_value = fill_value
 
-    def check(self, name: str, value: Any) -> None:
-        """Make sure that it is a finite number."""
-        check_fill_value(value, _NUMBER, function="FiniteGrad")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give x, what is not finite in its gradient replaced."""
         return finite_grad(x, self.fill_value, meter=self.meter)

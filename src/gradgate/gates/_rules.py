@@ -1,8 +1,8 @@
 """What each gate does to a gradient: pure functions of tensors that know nothing of graphs, and the meter that counts.
 
-A rule takes the arriving gradient and gives what goes on upstream; None means that nothing does. It never writes
-into the gradient that it takes. While second derivatives are wanted (recording is on during backward) it uses
-operations that autograd can follow, else the fastest ones that give the same.
+A rule takes the arriving gradient and returns what goes on upstream; None means that nothing does. It never writes into
+the gradient that it takes. While autograd records backward, for second derivatives, it uses operations that autograd
+can follow, else the fastest ones with the same result.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class GateMeter:
     """Counts what reaches a gate and what leaves it, since it was made or last reset.
 
     Give it to a gate as `meter=`. It counts during backward, on the device of the gradient and without waiting for
-    it; only reading a number waits. One meter may serve several gates; it then tells their sum.
+    it; only reading a number waits. One meter may serve several gates; it then counts their sum.
 
-    An element is *stopped* when the gate withholds or replaces it: closed by `keep`, met by a factor of 0, or not
-    finite at `finite_grad`. Elements that are only scaled or clipped *pass*; the norms tell by how much. Of a sparse
-    gradient the stored elements count. Under a gradient scaler the norms are those of the scaled gradient.
+    An element is *stopped* when the gate withholds or replaces it: closed by `keep`, multiplied by a factor of 0, or
+    not finite at `finite_grad`. Elements that are only scaled or clipped *pass*; the norms show by how much. Of a
+    sparse gradient the stored elements count. Under a gradient scaler the norms are those of the scaled gradient.
 
     Examples:
         >>> meter = gg.GateMeter()
@@ -106,24 +106,24 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Rule:
-    """One way of treating a gradient."""
+    """What a gate does to a gradient."""
 
     __slots__ = ()
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Give what goes on upstream."""
+        """Return what goes on upstream."""
         raise NotImplementedError
 
     def stopped(self, gradient: torch.Tensor) -> torch.Tensor | int:
-        """Count the elements that are withheld or replaced, without asking the host."""
+        """Count the elements that are withheld or replaced, without a host sync."""
         return 0
 
     def at(self, rows: torch.Tensor, shape: torch.Size) -> Rule:
-        """Give the rule for these rows of a gradient of that shape."""
+        """Return the rule for these rows of a gradient of that shape."""
         return self
 
     def settled(self, gradient: torch.Tensor) -> Rule:
-        """Give the rule for this gradient; itself, unless it depends on the gradient."""
+        """Return the rule for this gradient; itself, unless it depends on the gradient."""
         return self
 
 
@@ -134,11 +134,9 @@ class Whole(Rule):
     keep: bool
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Give the gradient itself or None."""
         return gradient if self.keep else None
 
     def stopped(self, gradient: torch.Tensor) -> int:
-        """Count everything or nothing."""
         return 0 if self.keep else gradient.numel()
 
 
@@ -149,7 +147,6 @@ class Mask(Rule):
     keep: torch.Tensor
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Give the gradient where keep."""
         return _masked(gradient, self.keep)
 
     def stopped(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -157,7 +154,6 @@ class Mask(Rule):
         return self.keep.logical_not().count_nonzero() * (gradient.numel() // max(self.keep.numel(), 1))
 
     def at(self, rows: torch.Tensor, shape: torch.Size) -> Mask:
-        """Give the mask of these rows."""
         return Mask(self.keep.expand(shape)[rows])
 
 
@@ -168,7 +164,6 @@ class Chosen(Rule):
     keep: Callable[[torch.Tensor], Any]
 
     def settled(self, gradient: torch.Tensor) -> Rule:
-        """Ask the function."""
         keep = self.keep(_constant(gradient))
         if isinstance(keep, bool):
             return Whole(keep)
@@ -182,7 +177,6 @@ class Scale(Rule):
     factor: float | torch.Tensor
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Give the product."""
         if isinstance(self.factor, torch.Tensor):
             return _masked((gradient * self.factor).to(gradient.dtype), self.factor != 0)
         if self.factor == 1:
@@ -190,13 +184,11 @@ class Scale(Rule):
         return torch.zeros_like(gradient) if self.factor == 0 else gradient * self.factor
 
     def stopped(self, gradient: torch.Tensor) -> torch.Tensor | int:
-        """Count where the factor is 0."""
         if isinstance(self.factor, torch.Tensor):
             return Mask(self.factor != 0).stopped(gradient)
         return gradient.numel() if self.factor == 0 else 0
 
     def at(self, rows: torch.Tensor, shape: torch.Size) -> Scale:
-        """Give the factor of these rows."""
         return Scale(self.factor.expand(shape)[rows]) if isinstance(self.factor, torch.Tensor) else self
 
 
@@ -209,7 +201,6 @@ class Clip(Rule):
     per_sample: bool
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Give the gradient within its limits."""
         if self.max_value is not None:
             limit = min(self.max_value, torch.finfo(gradient.dtype).max)  # torch does not clamp by more than that
             gradient = gradient.clamp(-limit, limit)
@@ -232,18 +223,16 @@ class Finite(Rule):
     fill_value: float
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Give the gradient with its gaps filled."""
         if torch.is_grad_enabled() or gradient.is_complex():
             return torch.where(gradient.isfinite(), gradient, self.fill_value)
         return gradient.nan_to_num(self.fill_value, self.fill_value, self.fill_value)
 
     def stopped(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Count what is not finite."""
         return gradient.isfinite().logical_not().count_nonzero()
 
 
 def _masked(gradient: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Give the gradient where keep and +0.0 elsewhere, whatever arrives there."""
+    """Return the gradient where keep and +0.0 elsewhere, whatever arrives there."""
     if keep.device != gradient.device:  # only a 0-dim mask on the CPU gets here, see check_keep
         keep = keep.to(gradient.device, non_blocking=True)
     if not torch.is_grad_enabled() and _kernels.usable(gradient, keep):

@@ -1,4 +1,4 @@
-"""The commonest gate, a mask of the shape of an activation, goes a shorter way; everything else goes the long one."""
+"""A gate on activations, parameters, views and odd tensors: the gradient is the same for each kind of x and mask."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,6 @@ from torch import nn
 
 import gradgate as gg
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.gates import _functions
-from gradgate.gates._eager import put_mask
 
 NAN = float("nan")
 KEEP = torch.tensor([[True, False, True], [False, True, True]])
@@ -42,7 +40,8 @@ def of_numpy():
     return Borrowed.apply(torch.ones(2, 3, requires_grad=True))
 
 
-LONG_WAY = {
+KINDS = {
+    "a mask of an activation": (activation(), KEEP),
     "a row of the mask": (activation(), KEEP[:1]),
     "0-dim": (activation(), torch.tensor(True)),
     "bool": (activation(), True),
@@ -60,16 +59,8 @@ LONG_WAY = {
 }
 
 
-def test_the_short_way_is_taken_and_closes_what_is_shut():
-    leaf = torch.ones(2, 3, requires_grad=True)
-    gated = put_mask(leaf * 1, KEEP)
-    gated.backward(torch.where(KEEP, 2.0, NAN))
-    assert torch.equal(leaf.grad, torch.where(KEEP, 2.0, 0.0))
-
-
-@pytest.mark.parametrize(("x", "keep"), LONG_WAY.values(), ids=LONG_WAY.keys())
-def test_everything_else_goes_the_long_way_with_the_same_gradient(x, keep):
-    assert put_mask(x, keep) is None
+@pytest.mark.parametrize(("x", "keep"), KINDS.values(), ids=KINDS.keys())
+def test_the_gradient_flows_where_keep(x, keep):
     gated = gg.gate(x, keep)
     if x.requires_grad:
         arriving = torch.ones_like(x)
@@ -92,31 +83,18 @@ def test_what_is_wrong_is_told_as_ever(x, keep, error, words):
         gg.gate(x, keep)
 
 
-def test_the_short_way_without_recording_gives_the_values_alone():
+def test_without_recording_there_are_only_the_values():
     x = activation()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            gated = put_mask(x, KEEP)
+            gated = gg.gate(x, KEEP)
         assert gated is not x
         assert not gated.requires_grad
         assert gated.is_leaf
         assert torch.equal(gated, x)
     with torch.no_grad():
-        put_mask(x, KEEP).zero_()
+        gg.gate(x, KEEP).zero_()
     assert x.any(), "x is not written to"
-
-
-def test_what_is_traced_or_metered_does_not_even_ask(monkeypatch):
-    def refuse(x, keep):
-        raise AssertionError("the short way knows nothing of tracing and meters")
-
-    monkeypatch.setattr(_functions, "put_mask", refuse)
-    gg.gate(activation(), KEEP, meter=gg.GateMeter()).sum().backward()
-    x = torch.ones(2, 3)
-    sloped = torch.func.grad(lambda x: gg.gate(x * 1, KEEP).sum())(x)
-    assert torch.equal(sloped, KEEP.float())
-    with torch.autograd.forward_ad.dual_level():
-        gg.gate(torch.autograd.forward_ad.make_dual(x, x), KEEP)
 
 
 def test_the_gradient_of_the_result_is_the_arriving_one():
