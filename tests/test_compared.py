@@ -1,4 +1,4 @@
-"""What docs/compared.md says about PyTorch and JAX: when one of them has learned something, the page has to say so."""
+"""What docs/compared.md says about PyTorch and JAX; a test fails when one of them gains a feature."""
 
 import inspect
 import subprocess
@@ -94,17 +94,20 @@ def test_where_lets_nan_into_the_gradient():
     assert gradient(lambda x: torch.where(x > 0, x.sqrt(), 0.0), [4.0, 0.0])[1].isnan()
 
 
-def test_a_masked_tensor_does_not_pass_a_linear_layer_or_a_loss():
+def test_a_masked_tensor_does_not_pass_a_linear_layer_or_a_loss_or_meet_another_mask():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is a prototype
+        warnings.simplefilter("ignore")  # it warns that it is a prototype
         tensor = torch.masked.masked_tensor(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
         with pytest.raises(TypeError, match="Multiple dispatch failed"):
             torch.nn.Linear(3, 1)(tensor)
         with pytest.raises(TypeError, match="Multiple dispatch failed"):
             torch.nn.functional.mse_loss(tensor, tensor)
+        other = torch.masked.masked_tensor(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+        with pytest.raises(ValueError, match="Input masks must match"):
+            tensor + other
 
 
-def test_of_several_values_for_one_place_torch_gives_all_the_gradient():
+def test_torch_sends_the_gradient_to_all_values_of_one_element():
     v = torch.tensor([5.0, 7.0], requires_grad=True)
     y = torch.zeros(3).index_put((torch.tensor([1, 1]),), v)
     y.sum().backward()
