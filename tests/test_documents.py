@@ -1,6 +1,6 @@
-"""Every Python block of the README and the documentation runs by itself, and prints what the page says it prints.
+"""Every Python block of the README and the documentation runs by itself, and prints what the page shows.
 
-A block is a fenced ```python; where a fenced ```text follows it at once, that is its output.
+A block is a fenced ```python; a fenced ```text directly after it is its output.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def blocks():
 
 
 def run(page, line, code):
-    """Run a block as a script of its own, with its lines numbered as on the page, and give what it printed."""
+    """Run a block as a script of its own, with the line numbers of the page, and return what it prints."""
     script = types.ModuleType("__main__")
     printed = io.StringIO()
     before = sys.modules["__main__"]
@@ -50,7 +50,7 @@ def test_a_block_runs_and_prints_what_is_shown(page, line, code, shown, tmp_path
     monkeypatch.chdir(tmp_path)
     printed = run(page, line, code)
     if page.parent.name == "troubles" and not torch.__version__.startswith(PINNED):
-        pytest.skip(f"it runs; what it shows are the words of torch {PINNED}")
+        pytest.skip(f"it runs; the page shows the messages of torch {PINNED}")
     if shown is not None:
         assert [text.rstrip() for text in printed.splitlines()] == [text.rstrip() for text in shown.splitlines()]
 

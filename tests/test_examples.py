@@ -1,7 +1,7 @@
-"""Every script of examples/ runs, keeps its claim, and prints the lines that examples/README.md shows.
+"""Every script of examples/ runs, proves its claim, and prints the lines that examples/README.md shows.
 
-Numbers may differ in their digits from one processor to another, so they are not compared; each script asserts those
-that it is about, and ends with an error where they do not hold.
+Digits may differ from one processor to another, so they are not compared; each script checks its own numbers, and ends
+with an error if they do not hold.
 """
 
 import os

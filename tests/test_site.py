@@ -1,4 +1,4 @@
-"""The documentation as a whole: every page is in the navigation, and one that stands for another file is that file."""
+"""The documentation as a whole: its navigation, its links, its numbers and its length."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ LINK = re.compile(r"\]\(([^)#]+\.(?:md|svg|png))(?:#[^)]*)?\)")
 
 
 def navigation():
-    """Give the lines of the navigation; they are plain enough to be read without a parser."""
+    """Return the lines of the navigation, which are plain enough to read without a parser."""
     return (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1].split("\n\n")[0]
 
 
@@ -42,7 +42,7 @@ def without_front_matter(text):
     return re.sub(r"\A---\n.*?\n---\n\n", "", text, flags=re.DOTALL)
 
 
-def test_the_sections_come_in_the_order_of_a_reader():
+def test_the_sections_are_in_reading_order():
     assert re.findall(r"^  - ([^:]+):", navigation(), re.MULTILINE) == SECTIONS
 
 
@@ -59,8 +59,8 @@ def test_every_trouble_is_in_the_list_of_troubles_under_its_own_title():
             assert shown.split(";")[0] in title, page.name
 
 
-def test_a_trouble_is_shown_explained_and_ended():
-    """A page runs its symptom, says why, and runs a way out."""
+def test_a_trouble_is_shown_explained_and_solved():
+    """A page runs its symptom, explains it, and runs a solution."""
     for page in (DOCS / "troubles").glob("*.md"):
         text = page.read_text(encoding="utf-8")
         if page.name not in ("index.md", "loss-divided-by-the-wrong-number.md"):  # that one has three troubles
@@ -68,10 +68,16 @@ def test_a_trouble_is_shown_explained_and_ended():
             assert text.index("```python") < text.index("## Why") < text.rindex("```python"), page.name
 
 
+def test_every_limit_names_a_test_that_exists():
+    limits = (ROOT / "LIMITATIONS.md").read_text(encoding="utf-8")
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    assert not [name for name in re.findall(r"`(test_\w+)`", limits) if f"def {name}(" not in tests]
+
+
 @pytest.mark.parametrize(
     ("page", "source"), [("limits.md", "LIMITATIONS.md"), ("start/examples.md", "examples/README.md")]
 )
-def test_a_page_that_stands_for_another_file_is_nothing_but_that_file(page, source):
+def test_a_page_that_includes_another_file_contains_nothing_else(page, source):
     assert without_front_matter((DOCS / page).read_text(encoding="utf-8")) == f'--8<-- "{source}"\n'
     assert (ROOT / source).is_file()
 
@@ -81,14 +87,14 @@ def test_the_list_of_public_names_is_the_one_of_the_code():
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_have_a_target(page):
     for target in LINK.findall((DOCS / page).read_text(encoding="utf-8")):
         if "://" not in target:
             assert (DOCS / page).parent.joinpath(target).resolve().is_file(), target
 
 
 class Page(HTMLParser):
-    """The links of a built page, and what can be linked to on it."""
+    """The links of a built page, and its anchors."""
 
     def __init__(self, path):
         super().__init__()
@@ -103,7 +109,7 @@ class Page(HTMLParser):
 
 @pytest.mark.slow
 def test_the_built_site_has_no_dead_link_and_every_page_is_near(tmp_path):
-    """Every link and anchor leads somewhere, and every page is at most three clicks from the first."""
+    """Every link and anchor has a target, and every page is at most three clicks from the first."""
     pytest.importorskip("zensical")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)  # Not a link: the site is built beside the file.
     shutil.copytree(DOCS, tmp_path / "docs")
