@@ -91,6 +91,33 @@ def timeout_of(group: distributed.ProcessGroup | None, device: torch.device) -> 
     return math.inf
 
 
+class WatchedRanks:
+    """The ranks that share a model, as `watch` sees them: replicas have the same gradients, shards each their own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        groups = [shard_group(root) for root in shard_roots(model)]
+        self._group = groups[0] if len(set(groups)) == 1 else None
+        self._device = next((parameter.device for parameter in model.parameters()), None)
+        members: Any = model.process_group if isinstance(model, Replica) else self._group
+        self.is_first = members is None or distributed.get_rank(members) == 0
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank that has shards; all of them ask."""
+        if self._group is None:
+            return flag
+        count = torch.tensor(int(flag), device=self._device)
+        distributed.all_reduce(count, group=self._group)
+        return bool(count)
+
+    def union(self, names: Sequence[str]) -> set[str]:
+        """Return the names that any rank gives."""
+        if self._group is None:
+            return set(names)
+        found: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(found, list(names), group=self._group)
+        return {name for part in found for name in part}
+
+
 # --- Shards ---------------------------------------------------------------------------------------------------------
 
 

@@ -540,7 +540,10 @@ def without_copy(x: torch.Tensor) -> torch.Tensor:
 def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors in one call; half the time of a loop."""
     if destinations:
-        _copy_all(destinations, sources)
+        try:
+            _copy_all(destinations, sources)
+        except NotImplementedError:  # shards: their parts in this process
+            _copy_all(list(map(local_part, destinations)), list(map(local_part, sources)))
 
 
 def _one_by_one(method: str) -> Callable[..., None]:

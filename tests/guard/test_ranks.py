@@ -11,6 +11,7 @@ from tests.guard import (
     stories_replicas,
     stories_repros,
     stories_shards,
+    stories_tools,
     stories_totals,
 )
 from tests.guard.ranks import ended_well, lived, needs
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.distributed
 for story in (*stories_shards.STORIES, stories_totals.totals_of_shards):
     needs("2.9", "FSDP2 takes the mean of gradients over Gloo")(story)
 OF_TWO = [
+    *stories_tools.STORIES,
     *stories_replicas.STORIES,
     *stories_models.STORIES,
     *stories_shards.STORIES,

@@ -17,6 +17,7 @@ from gradgate._names import describe, listed
 from gradgate._patches import Patches, to_the_end
 from gradgate._state import RandomState
 from gradgate._text import user_level
+from gradgate._torch_distributed import WatchedRanks
 from gradgate._torch_private import ThreadModes, copy_tensors, step_hooks, undispatched, write_grad_mode
 from gradgate.doctor._case import namespaces_of
 from gradgate.doctor._diagnose import Examination
@@ -158,6 +159,7 @@ class Watch:
         self._looked = False
         self._replaying = False
         self._patches = Patches()
+        self._ranks = WatchedRanks(model)
 
     def __repr__(self) -> str:
         return f"Watch({type(self._model).__name__}, bad_steps={self.bad_steps})"
@@ -253,7 +255,7 @@ class Watch:
         self._looked = True
         held = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-        if not all_finite(gradients):
+        if self._ranks.any(not all_finite(gradients)):
             if self._replaying:
                 raise _Seen
             self._bad(held)
@@ -261,7 +263,9 @@ class Watch:
     def _bad(self, held: list[torch.Tensor]) -> None:
         self.bad_steps += 1
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        bad = [names.get(id(p), describe(p)) for p in held if p.grad is not None and _is_bad(p.grad)]
+        own = [names.get(id(p), describe(p)) for p in held if p.grad is not None and _is_bad(p.grad)]
+        found = self._ranks.union(own)
+        bad = [name for name in names.values() if name in found] + [name for name in own if name not in names.values()]
         # Backward comes from the loss, so the last layer that is bad was bad first.
         what = f"the gradient of {listed(bad)} is not finite; {bad[-1]} is the nearest to the loss."
         why = "the optimizer would write NaN or Inf into the weights, and into its own state for good."
@@ -273,7 +277,8 @@ class Watch:
             fix = worst[0].fix if worst else "gg.Guard(model)   # drops the samples that are to blame"
         if self._on_bad == "raise":
             raise BadStepError(what, why=why, fix=fix, diagnosis=self.diagnosis)
-        warnings.warn(BadStepWarning(f"{what}\nWhy: {why}\nFix: {fix}"), stacklevel=user_level())
+        if self._ranks.is_first:
+            warnings.warn(BadStepWarning(f"{what}\nWhy: {why}\nFix: {fix}"), stacklevel=user_level())
         if self._on_bad == "skip":
             # Every optimizer leaves a parameter without gradient alone: bit for bit, with its momentum.
             for parameter in held:
