@@ -1,6 +1,9 @@
 """`watch` and the doctor on models that FSDP2 shards, over one and two ranks."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,22 @@ def train_sharded(rank, world, folder):
 def test_a_sharded_model_is_watched_and_examined(tmp_path, world):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(train_sharded, (world, str(tmp_path)), nprocs=world)
+
+
+@pytest.mark.distributed
+def test_the_first_rank_prints_for_all(tmp_path):
+    """Under torchrun the findings are printed and written once; other ranks name theirs in one line of stderr."""
+    script = SCRIPT.replace("    optimizer.zero_grad()\n", "").replace(
+        "torch.manual_seed(0)", "torch.distributed.init_process_group('gloo')\ntorch.manual_seed(0)"
+    )
+    (tmp_path / "train.py").write_text(script + "del model, optimizer\ntorch.distributed.destroy_process_group()\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradgate"]
+    done = subprocess.run(
+        [*command, "doctor", "--json", "found.json", "--fail-on", "never", "train.py"],
+        capture_output=True, text=True, cwd=tmp_path, check=False, timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    title = "gradients grow from step to step: zero_grad is missing"
+    assert done.stdout.count(title) == 1, done.stdout + done.stderr
+    (finding,) = [one for one in json.loads((tmp_path / "found.json").read_text())["findings"] if one["title"] == title]
+    assert f"gradgate doctor, rank 1: {finding['code']} ({finding['severity']})" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -78,7 +79,8 @@ def doctor(
     from gradgate.doctor import Diagnosis, ScriptReport, examine_script
 
     _check_script(script, as_module)
-    console, terminal = Console(highlight=False, soft_wrap=True), Console(stderr=True)
+    rank = int(os.environ.get("RANK", "0"))  # set by torchrun: the first rank prints and writes for all
+    console, terminal = Console(highlight=False, soft_wrap=True, quiet=rank > 0), Console(stderr=True)
     printed: list[Diagnosis] = []
 
     def tell_early(diagnosis: Diagnosis) -> None:
@@ -89,6 +91,10 @@ def doctor(
     def tell(report: ScriptReport) -> None:
         if rerun_path is not None:
             rerun_path.write_text(json.dumps({**report.diagnosis.to_dict(), "losses": report.losses}), "utf-8")
+        if rank > 0:
+            if codes := ", ".join(f"{one.code} ({one.severity})" for one in report.diagnosis.findings):
+                click.echo(f"gradgate doctor, rank {rank}: {codes}", err=True)
+            return
         if not printed or report.diagnosis.findings != printed[-1].findings:
             console.print(report.diagnosis)
         if json_path is not None:
