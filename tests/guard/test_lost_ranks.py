@@ -1,6 +1,7 @@
 """A rank is killed, or does not come: the others end with a clear error, and do not wait until it comes."""
 
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -34,7 +35,9 @@ def one_rank(rank, store, fate, kind, results):
     def loss_fn(x):
         if rank == 1 and len(seen) == 3:
             if fate == "killed":
-                os.kill(os.getpid(), 9)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fate == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(1000)
         return loss_of(model)(x)
 
@@ -51,7 +54,7 @@ def one_rank(rank, store, fate, kind, results):
 
 
 @pytest.mark.parametrize("kind", ["replicas", "shards"])
-@pytest.mark.parametrize("fate", ["killed", "asleep"])
+@pytest.mark.parametrize("fate", ["killed", "asleep", "stopped"])
 def test_the_others_are_told_in_time(tmp_path, fate, kind):
     context = mp.get_context("spawn")
     results = context.Queue()
