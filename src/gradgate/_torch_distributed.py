@@ -34,7 +34,7 @@ _SHARD_PARAMETER = "sharded_param sharded_state"
 
 
 def replica_obstacle(replica: Replica) -> str | None:
-    """Tell what of a replica's way to reduce gradients cannot be done by others."""
+    """Return what of a replica's way to reduce gradients cannot be done by others."""
     _check_names(replica, _REPLICA, "the guard cannot work with DistributedDataParallel")
     if replica._comm_hooks:
         return "a communication hook"
@@ -48,7 +48,7 @@ def replica_obstacle(replica: Replica) -> str | None:
 
 
 def sync_buffers(replica: Replica) -> None:
-    """Give every process the buffers of the first, if the replica's next forward would; all processes call this."""
+    """Return every process the buffers of the first, if the replica's next forward would; all processes call this."""
     if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         replica._sync_buffers()  # type: ignore[no-untyped-call]
 
@@ -135,7 +135,7 @@ def sharded_like(tensor: Any, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _is_shard(module: torch.nn.Module) -> bool:
-    """Tell whether FSDP2 (`fully_shard`) was applied to a module."""
+    """Return whether FSDP2 (`fully_shard`) was applied to a module."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
@@ -147,7 +147,7 @@ def shard_roots(model: torch.nn.Module) -> list[Any]:
 
 
 def shard_group(root: Any) -> distributed.ProcessGroup | None:
-    """Give the processes that share a sharded module: of its mesh, or all where the mesh has several dimensions."""
+    """Return the processes that share a sharded module: of its mesh, or all where the mesh has several dimensions."""
     groups = [group for state in _states(root) for group in _groups_of(state)]
     for group in groups:
         _check_names(group, _SHARD_GROUP, _NO_SHARDS)
@@ -161,6 +161,13 @@ def shard_group(root: Any) -> distributed.ProcessGroup | None:
         found: distributed.ProcessGroup = mesh.get_group()
         return found
     return distributed.group.WORLD if mesh.size() == distributed.get_world_size() else None
+
+
+def adds_gradients(group: distributed.ProcessGroup | None) -> bool:
+    """Return whether FSDP2 adds gradients over a process group where it should average: up to torch 2.8, over Gloo."""
+    return (
+        torch.__version__ < "2.9" and "gloo" in distributed.get_backend(group) and distributed.get_world_size(group) > 1
+    )
 
 
 class ShardUnit:
@@ -207,7 +214,7 @@ class ShardUnit:
         return [part._unsharded_param for part in parts if hasattr(part, "_unsharded_param")]
 
     def present(self) -> list[bool]:
-        """Tell for each trained parameter whether this process has a gradient for it, now or from earlier."""
+        """Return for each trained parameter whether this process has a gradient for it, now or from earlier."""
         parts = zip(self._group.fsdp_params, self._earlier, strict=True)
         return [p in self._present or any(e is not None for e in old) for p, old in parts if _is_trained(p)]
 
@@ -267,19 +274,19 @@ class ShardUnit:
         self._present.update(filter(_has_gradient, self._group.fsdp_params))
 
     def fill(self) -> None:
-        """Give zeros to the parameters without a gradient: all processes must reduce the same ones."""
+        """Return zeros to the parameters without a gradient: all processes must reduce the same ones."""
         for part in filter(_is_trained, self._group.fsdp_params):
             if not _has_gradient(part):
                 parameter = part._unsharded_param
                 parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
     def whole_gradients(self) -> list[torch.Tensor]:
-        """Give the gradients of whole parameters that this process has and no reduction has taken."""
+        """Return the gradients of whole parameters that this process has and no reduction has taken."""
         pairs = [_whole_gradients(part) for part in self._group.fsdp_params]
         return [gradient for pair in pairs for gradient in pair if gradient is not None]
 
     def lay_aside(self) -> bool:
-        """Take away the gradients that earlier backward passes have accumulated; tell whether there are any."""
+        """Take away the gradients that earlier backward passes have accumulated; return whether there are any."""
         self._present = set()
         self._earlier = [_whole_gradients(part) for part in self._group.fsdp_params]
         self.drop()
@@ -292,7 +299,7 @@ class ShardUnit:
             _set_whole_gradients(part, (None, None))
 
     def put_back(self) -> None:
-        """Give the accumulated gradients back, and add to them what is there now."""
+        """Return the accumulated gradients back, and add to them what is there now."""
         for part, earlier in zip(self._group.fsdp_params, self._earlier, strict=True):
             new = _whole_gradients(part)
             both = [n if e is None else e if n is None else e.add_(n) for e, n in zip(earlier, new, strict=True)]

@@ -63,7 +63,7 @@ def _find(name: str, lost: str, instead: Any = _Missing) -> Any:
 
 
 def _find_attribute(sample: object, name: str, lost: str) -> Any:
-    """Give a function that reads a private attribute of objects like the sample."""
+    """Return a function that reads a private attribute of objects like the sample."""
     found = hasattr(sample, name)
     return attrgetter(name) if found else _note(f"{type(sample).__name__}.{name}", lost, _Missing)
 
@@ -98,25 +98,25 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def bound_apply(function: type[torch.autograd.Function]) -> Any:
-    """Give what `apply_function` calls for this Function, to be kept and called where every microsecond counts."""
+    """Return what `apply_function` calls for this Function, to be kept and called where every microsecond counts."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 current_node = _find("_C._current_autograd_node", "the doctor names fewer lines of backward", lambda: None)
-"""Give the node of the graph whose backward runs in this thread, or None."""
+"""Return the node of the graph whose backward runs in this thread, or None."""
 
 
 _next_number = _find("_C._autograd._get_sequence_nr", "the doctor names fewer lines of the graph", lambda: 0)
 
 
 def latest_node_number() -> int:
-    """Give the number of the node that autograd made last in this thread: in an operation, the operation's own."""
+    """Return the number of the node that autograd made last in this thread: in an operation, the operation's own."""
     number: int = _next_number() - 1
     return number
 
 
 def node_number(node: Any) -> int:
-    """Give the number of a node of the graph, which `latest_node_number` gave when it was made; -1 for leaves."""
+    """Return the number of a node of the graph, which `latest_node_number` gave when it was made; -1 for leaves."""
     try:
         number = int(node._sequence_nr())
     except (AttributeError, RuntimeError):  # up to torch 2.12 nodes of a re-entrant checkpoint refuse it
@@ -138,21 +138,21 @@ def nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
-    """Give the leaf that a node adds gradients to."""
+    """Return the leaf that a node adds gradients to."""
     return getattr(node, "variable", None)
 
 
 schema_of = _find_attribute(torch.ops.aten.add.Tensor, "_schema", _NO_DOCTOR)
-"""Give the schema of an operator: its arguments and results, and which of them it writes to or views."""
+"""Return the schema of an operator: its arguments and results, and which of them it writes to or views."""
 
 
 def function_class_of(node: Any) -> type[torch.autograd.Function] | None:
-    """Give the user's autograd Function that made a node."""
+    """Return the user's autograd Function that made a node."""
     return getattr(type(node), "_forward_cls", None)
 
 
 def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
-    """Give the tensors that a node of torch's own saved for backward and has not let go of."""
+    """Return the tensors that a node of torch's own saved for backward and has not let go of."""
     found = {}
     for name in dir(node):
         if name.startswith("_saved_"):
@@ -169,7 +169,7 @@ def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
 
 
 read_grad_mode = torch.is_grad_enabled
-"""Tell whether this thread records; the public name, kept beside its counterpart."""
+"""Return whether this thread records; the public name, kept beside its counterpart."""
 
 
 # torch.set_grad_enabled is a class that does this and more; the bare switch costs a tenth of it.
@@ -204,7 +204,7 @@ _top_function_mode = _find("overrides._get_current_function_mode", _NO_DOCTOR)
 
 
 def on_top(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> bool:
-    """Tell whether a mode was entered last in this thread, so that it can be left."""
+    """Return whether a mode was entered last in this thread, so that it can be left."""
     top: object = _top_dispatch_mode() if isinstance(mode, DispatchMode) else _top_function_mode()
     return top is mode
 
@@ -267,23 +267,23 @@ def _autocast_nesting() -> int:
 
 
 def without_compiled_wrappers(module: torch.nn.Module) -> torch.nn.Module:
-    """Give the module that torch.compile wrapped, which has the names that the user gave; else the module itself."""
+    """Return the module that torch.compile wrapped, which has the names that the user gave; else the module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
 def as_written(path: str) -> str:
-    """Give the path of a module or parameter as the user wrote the model: without the wrappers of torch.compile."""
+    """Return the path of a module or parameter as the user wrote the model: without the wrappers of torch.compile."""
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Tell whether a module, as such, was compiled: wrapped by torch.compile or by its own `compile()`."""
+    """Return whether a module, as such, was compiled: wrapped by torch.compile or by its own `compile()`."""
     return "_orig_mod" in children_of(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def anything_compiled() -> bool:
-    """Tell whether torch.compile was called in this process; its machinery is loaded by optimizers, too."""
+    """Return whether torch.compile was called in this process; its machinery is loaded by optimizers, too."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and any(
         backend is not None for backend in getattr(frames, "cached_backends", {}).values()
@@ -293,31 +293,31 @@ def anything_compiled() -> bool:
 _MODULE = torch.nn.Module()
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]
 buffers_of = _find_attribute(_MODULE, "_buffers", "the buffers of a model cannot be copied and put back")
-"""Give a module's own table of buffers: writing an entry rebinds the buffer, whatever the module's setters do."""
+"""Return a module's own table of buffers: writing an entry rebinds the buffer, whatever the module's setters do."""
 
 children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]
 children_of = _find_attribute(_MODULE, "_modules", _NO_MODULES)
-"""Give a module's own table of modules."""
+"""Return a module's own table of modules."""
 
 forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]]
 forward_pre_hooks = _find_attribute(_MODULE, "_forward_pre_hooks", "computed weights cannot be frozen")
-"""Give a module's own table of the hooks that are called before its forward."""
+"""Return a module's own table of the hooks that are called before its forward."""
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Give a module's own table of parameters; an empty one before its `__init__` has run."""
+    """Return a module's own table of parameters; an empty one before its `__init__` has run."""
     table: dict[str, torch.nn.Parameter | None] = module.__dict__.get("_parameters", {})
     return table
 
 
 def computed_name(hook: Any) -> str | None:
-    """Give the name of the tensor that a hook computes before forward: those of pruning and of the older norms do."""
+    """Return the name of the tensor that a hook computes before forward: those of pruning and of the older norms do."""
     name: str | None = getattr(hook, "name", getattr(hook, "_tensor_name", None))
     return name
 
 
 def is_power_iteration(module: torch.nn.Module, buffer: str) -> bool:
-    """Tell whether a buffer is a vector of torch's spectral norm: as a parametrization, or in the older form."""
+    """Return whether a buffer is a vector of torch's spectral norm: as a parametrization, or in the older form."""
     if buffer in ("_u", "_v"):
         return "_u" in buffers_of(module)
     return buffer[-2:] in ("_u", "_v") and f"{buffer[:-2]}_orig" in parameters_of(module)
@@ -371,7 +371,7 @@ OPTIMIZER_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (
 
 
 def step_hooks(optimizer: torch.optim.Optimizer | None) -> dict[Any, Any]:
-    """Give torch's table of hooks before the steps of an optimizer; of all without one."""
+    """Return torch's table of hooks before the steps of an optimizer; of all without one."""
     return OPTIMIZER_HOOKS[0] if optimizer is None else optimizer._optimizer_step_pre_hooks
 
 
@@ -457,7 +457,7 @@ _LOADER = "_workers _worker_pids_set _shutdown_workers"
 
 
 def own_workers(batches: Any) -> list[Any]:
-    """Give the processes behind an iterator over a DataLoader, whose deaths are the caller's business from now on."""
+    """Return the processes behind an iterator over a DataLoader, whose deaths are the caller's business from now on."""
     _check_names(batches, _LOADER, "a worker of a DataLoader cannot be replaced")
     if batches._worker_pids_set:
         # Else a handler of SIGCHLD raises in the middle of whatever the program is doing when a worker dies.
@@ -472,17 +472,17 @@ def stop_workers(batches: Any) -> None:
 
 
 def is_waiting(error: Exception) -> bool:
-    """Tell whether a DataLoader raised because it has waited for its `timeout`; then it may be asked again."""
+    """Return whether a DataLoader raised because it has waited for its `timeout`; then it may be asked again."""
     return str(error).startswith("DataLoader timed out after ")
 
 
 def is_worker_death(error: Exception) -> bool:
-    """Tell whether a DataLoader raised because a worker is gone."""
+    """Return whether a DataLoader raised because a worker is gone."""
     return str(error).startswith("DataLoader worker (pid")
 
 
 def is_broken_message(error: Exception) -> bool:
-    """Tell whether a DataLoader could not read what a worker sent; what a worker itself raised says so."""
+    """Return whether a DataLoader could not read what a worker sent; what a worker itself raised says so."""
     return isinstance(error, OSError | EOFError) and not str(error).startswith("Caught ")
 
 
@@ -491,18 +491,18 @@ def is_broken_message(error: Exception) -> bool:
 
 _TENSOR = torch.empty(0, device="cpu")
 base_of = _find_attribute(_TENSOR, "_base", "gates cannot tell views from other tensors")
-"""Give the tensor that a tensor is a view of, or None."""
+"""Return the tensor that a tensor is a view of, or None."""
 
 version_of = _find_attribute(_TENSOR, "_version", "in-place writes are not seen")
 """Count the in-place writes that autograd has seen; a RuntimeError for a tensor of inference mode."""
 
 
 is_view: Callable[[torch.Tensor], bool] = _find("Tensor._is_view", _NO_DOCTOR)
-"""Tell whether autograd takes a tensor for a view of another."""
+"""Return whether autograd takes a tensor for a view of another."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the part of a tensor that is in this process: of a DTensor its shard, of others all."""
+    """Return the part of a tensor that is in this process: of a DTensor its shard, of others all."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
@@ -512,7 +512,7 @@ copy_on_write: Callable[[torch.Tensor], torch.Tensor] = _find("_lazy_clone", "a 
 
 
 def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
-    """Give a tensor of its own with the values, strides and memory of x, as a node of the graph behind x.
+    """Return a tensor of its own with the values, strides and memory of x, as a node of the graph behind x.
 
     The memory is shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
     operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone).
@@ -547,7 +547,7 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
 
 
 def _one_by_one(method: str) -> Callable[..., None]:
-    """Give a loop that does what a `_foreach` function does."""
+    """Return a loop that does what a `_foreach` function does."""
 
     def loop(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for destination, source in zip(destinations, sources, strict=True):
@@ -596,7 +596,7 @@ def write_counts(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def write_mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """Give a mark of a tensor's memory that changes with in-place writes that autograd sees, and with new memory."""
+    """Return a mark of a tensor's memory that changes with in-place writes that autograd sees, and with new memory."""
     return tensor.data_ptr(), write_count(tensor)
 
 
@@ -618,7 +618,7 @@ outside_functorch = _find("_C._DisableFuncTorch", "failed checks name no rows un
 """A block whose operations torch.func does not see."""
 
 inside_functorch = _find("_C._are_functorch_transforms_active", "torch.func is not noticed", lambda: False)
-"""Tell whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
+"""Return whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
 
 
 # torch.compile keeps it in the graph, FakeTensorMode knows it, a GPU runs it without waiting; vmap has no rule for it.
@@ -630,17 +630,17 @@ _find("autograd.forward_ad._current_level", "forward-mode differentiation is not
 
 
 def inside_forward_mode() -> bool:
-    """Tell whether a level of forward-mode differentiation is open in this thread (torch.func.jvp opens one too)."""
+    """Return whether a level of forward-mode differentiation is open in this thread (torch.func.jvp opens one too)."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def is_traced() -> bool:
-    """Tell whether torch.compile, torch.func or forward-mode differentiation looks at this call."""
+    """Return whether torch.compile, torch.func or forward-mode differentiation looks at this call."""
     return is_compiling() or inside_functorch() or inside_forward_mode()
 
 
 def has_data(*tensors: torch.Tensor) -> bool:
-    """Tell whether the host may look at the values of tensors, one by one.
+    """Return whether the host may look at the values of tensors, one by one.
 
     It may not while torch.compile or FakeTensorMode traces, on the meta device, or where vmap holds a whole batch
     of values in the place of each one. Inside torch.func.grad and jvp it may.
@@ -663,7 +663,7 @@ def _is_concrete(tensor: torch.Tensor) -> bool:
 
 
 def without_batching(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the values of all samples that vmap holds in a tensor, with its dimension in front, the outermost first."""
+    """Return the values of all samples that vmap batches in a tensor, its dimensions in front, the outermost first."""
     while _is_wrapped(tensor):
         place = _batch_dimension(tensor)
         tensor = _unwrapped(tensor)
@@ -681,7 +681,7 @@ with torch.inference_mode():
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether tensors are nothing but values in the memory of the CPU, and no dispatch mode sees operations.
+    """Return whether tensors are nothing but values in the memory of the CPU, and no dispatch mode sees operations.
 
     False for subclasses, other devices and layouts, what vmap batches, conjugate views, and autograd's zeros.
     """
@@ -695,11 +695,11 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
 
 storage_address: Callable[[torch.Tensor], int]
 storage_address = _find("_C._data_address", "the native kernels copy more", torch.Tensor.data_ptr)
-"""Give the address of a tensor's storage; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
+"""Return the address of a tensor's storage; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
 
 
 def holds_its_values(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has its values in memory of its own, and does not wrap or only imitate others."""
+    """Return whether a tensor has its values in memory of its own, and does not wrap or only imitate others."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 

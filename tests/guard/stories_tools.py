@@ -1,4 +1,4 @@
-"""`watch`, the doctor, `freeze` and `trainable` on models that ranks share: no crash, and the same answer everywhere."""
+"""`watch`, the doctor, `freeze` and `trainable` on models that ranks share: the same answer on every rank."""
 
 import sys
 import traceback

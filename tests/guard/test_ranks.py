@@ -8,6 +8,7 @@ from tests.guard import (
     stories_costs,
     stories_evidence,
     stories_models,
+    stories_odd,
     stories_replicas,
     stories_repros,
     stories_shards,
@@ -21,6 +22,7 @@ for story in (*stories_shards.STORIES, stories_totals.totals_of_shards):
     needs("2.9", "FSDP2 takes the mean of gradients over Gloo")(story)
 OF_TWO = [
     *stories_tools.STORIES,
+    *stories_odd.STORIES,
     *stories_replicas.STORIES,
     *stories_models.STORIES,
     *stories_shards.STORIES,

@@ -1,9 +1,8 @@
-"""Four ranks of which one sees the spike, and a training whose process is killed (SIGKILL) in the middle of a rewind."""
+"""Four ranks of which one sees the spike, and a rank that is killed (SIGKILL) in the middle of a rewind."""
 
 import os
 import signal
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -94,12 +93,20 @@ def one_rank(rank, store, kind, folder, killed_at):
     train_with_checkpoints(rank, WRAPPERS[kind], folder, killed_at)
 
 
-def resumed_as_never_killed(rank, kind, folder, times):
-    found, went_back = train_with_checkpoints(rank, WRAPPERS[kind], folder)
-    assert went_back == times
-    wanted, done = train(WRAPPERS[kind], stream(rank), {"every": 6}, seen_by=0)
-    assert done[0].to_step == 24
-    assert all(map(torch.equal, found, wanted))
+class Resumed:
+    """A story: the training goes on from the last checkpoint that all ranks have, and ends as if never killed."""
+
+    __name__ = "resumed"
+
+    def __init__(self, kind, folder, times):
+        self.wrap, self.folder, self.times = WRAPPERS[kind], folder, times
+
+    def __call__(self, rank):
+        found, went_back = train_with_checkpoints(rank, self.wrap, self.folder)
+        assert went_back == self.times
+        wanted, done = train(self.wrap, stream(rank), {"every": 6}, seen_by=0)
+        assert done[0].to_step == 24
+        assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,6 @@ def test_a_rank_is_killed_in_the_middle_of_a_rewind(tmp_path, kind, killed_at, l
         process.join()
     assert processes[1].exitcode == -signal.SIGKILL
     assert max(int(path.stem) for path in tmp_path.glob("1/*.pt")) == last
-    story = partial(resumed_as_never_killed, kind=kind, folder=tmp_path, times=times)
-    story.__name__ = "resumed_as_never_killed"
+    story = Resumed(kind, tmp_path, times)
     (tmp_path / "second").mkdir()
     ended_well(lived([story], tmp_path / "second"), story)

@@ -58,9 +58,8 @@ from gradgate.guard._trial import (
     refuse_foreign_loop,
 )
 from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
-from gradgate.guard.distributed._sharded_step import ShardedStep
 from gradgate.guard.distributed._shards import Shards
-from gradgate.guard.distributed._shared_step import SharedStep, even_batches
+from gradgate.guard.distributed._shared_step import ReplicatedStep, ShardedStep, even_batches
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
 
@@ -247,7 +246,7 @@ class Guard:
             if isinstance(agreement := self._agreement, Shards):
                 result = ShardedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
             else:
-                result = SharedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
+                result = ReplicatedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
             if self._loss_history is not None and result.losses is not None:
                 names = self._ids_of(untouched, self._reader.count(untouched, ids), ids)
                 self._loss_history.add(names, result.kept, result.losses)

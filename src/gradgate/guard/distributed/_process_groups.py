@@ -4,81 +4,27 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed
 
-from gradgate._finite import FiniteCheck
 from gradgate._names import listed
 from gradgate._state import TrainingState
 from gradgate._torch_distributed import Replica, shard_group, shard_roots
 from gradgate.errors import ArgumentTypeError
-from gradgate.guard.distributed._ranks import RankTotals, Share
 from gradgate.guard.distributed._replicas import Replicas
 from gradgate.guard.distributed._shards import Shards
 
-# --- What ranks agree on --------------------------------------------------------------------------------------------
-
-
-class Agreement(Protocol):
-    """Asked by the guard; every process of a training asks the same questions in the same order."""
-
-    has_whole_weights: bool
-    device: torch.device
-    made: int
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-
-    def apart(self, *, training: bool) -> AbstractContextManager[None]:
-        """Let the model run without the other processes, as long as the block lasts."""
-
-    def meet(self, size: int, terms: Any) -> None:
-        """Make sure, once, that all have the same model and the same terms."""
-
-    def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
-        """Hear that backward comes next: what is ready may be sent while it runs."""
-
-    def check(self, usual: FiniteCheck) -> FiniteCheck:
-        """Give the way to look for NaN and Inf in gradients that costs least."""
-
-    def withdraw(self) -> None:
-        """Hear that what backward gave does not count."""
-
-    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
-        """Add up what all processes tell, and their gradients."""
-
-    def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
-        """Write the gradients that all have agreed on."""
-
-    def add(self, numbers: torch.Tensor, *, in_haste: bool = False) -> None:
-        """Add numbers over all processes, in place."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Give what every process has, to every process."""
-
-    def warn_of_timeout(self, seconds: float, explained: str) -> None:
-        """Warn, once, if a search keeps the other processes waiting for too long."""
-
-    def bring(self, evidence: Any, owners: Sequence[int]) -> dict[int, Any]:
-        """Bring what some processes have to the first one."""
-
 
 class SingleProcess:
-    """The agreement of one process: it does what it finds right. In a process group it still knows its number."""
+    """The agreement of one process: it decides alone. In a process group it still knows its rank."""
 
     has_whole_weights = True
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """The rank of this process."""
         return distributed.get_rank() if in_a_group() else 0
 
     @property
@@ -88,25 +34,23 @@ class SingleProcess:
 
 
 def in_a_group() -> bool:
-    """Tell whether this process belongs to a process group."""
+    """Return whether this process belongs to a process group."""
     return distributed.is_available() and distributed.is_initialized()
 
 
-# --- Who trains a model together ------------------------------------------------------------------------------------
-
-
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Give the user's own module out of DistributedDataParallel."""
+    """Return the user's own module out of DistributedDataParallel."""
     inner: torch.nn.Module = module.module if isinstance(module, Replica) else module
     return inner
 
 
-def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Agreement | SingleProcess:
+def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Replicas | Shards | SingleProcess:
     """Find out with whom a model is trained."""
     if not in_a_group():
         return SingleProcess()
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
-    _refuse_collectives_in_forward(parts)
+    if distributed.get_world_size() > 1:
+        _refuse_collectives_in_forward(parts)
     replicas = [part for part in parts if isinstance(part, Replica)]
     roots = [root for module in modules for root in shard_roots(module)]
     if not replicas and not roots:
@@ -140,8 +84,6 @@ def _refuse(what: str, fix: str) -> NoReturn:
 
 def _refuse_collectives_in_forward(parts: Sequence[torch.nn.Module]) -> None:
     """Refuse what talks to other ranks in the middle of a forward: after a fault, one rank would run it alone."""
-    if distributed.get_world_size() == 1:
-        return
     for part in parts:
         if isinstance(part, torch.nn.SyncBatchNorm):
             raise ArgumentTypeError(
@@ -152,7 +94,7 @@ def _refuse_collectives_in_forward(parts: Sequence[torch.nn.Module]) -> None:
         if isinstance(part, distributed.fsdp.FullyShardedDataParallel):
             raise ArgumentTypeError(
                 "Guard(): the model is in FullyShardedDataParallel.",
-                why="its parameters cannot be gathered once for a whole step.",
+                why="its collectives cannot be seen, so a rank that raises could not take part in them.",
                 fix="torch.distributed.fsdp.fully_shard(model)",
             )
 

@@ -1,8 +1,7 @@
-"""Ranks with a whole model each, in DistributedDataParallel: gradients lie in buffers that go out during backward."""
+"""Ranks with a whole model each, in DistributedDataParallel; buffers of gradients are sent while backward runs."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import weakref
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gradgate._finite import FiniteCheck
 from gradgate._state import TrainingState
 from gradgate._torch_distributed import Replica, alone_in_replica, replica_obstacle, sync_buffers
 from gradgate._torch_private import copy_tensors, memory_holders
@@ -32,7 +30,7 @@ BYTES = 25 * 2**20
 
 @dataclass(slots=True)
 class _Bucket:
-    """One flat buffer, and the places of the parameters in it."""
+    """One flat buffer, and views of it for the gradients of some parameters, by their numbers."""
 
     buffer: torch.Tensor
     numbers: list[int]
@@ -40,15 +38,9 @@ class _Bucket:
 
 
 class Buckets:
-    """The buffers of some parameters."""
+    """The buffers of some parameters; the last one also has `extra` numbers."""
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        group: distributed.ProcessGroup | None,
-        extra: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], group: Any, extra: int, device: torch.device) -> None:
         self.parameters = list(parameters)
         self._group = group
         self._extra = extra
@@ -59,7 +51,8 @@ class Buckets:
             for number in numbers:
                 self._bucket_of[number] = place
         self._lay_out()
-        self._listening = False
+        self.listening = False
+        """Whether a backward is expected or running."""
         self._weight = 0.0
         self._earlier: Mapping[torch.Tensor, torch.Tensor] = {}
         self._share = 1.0
@@ -70,32 +63,25 @@ class Buckets:
         self._error: Exception | None = None
         self.stale = False
         """Whether something was sent that is not what this rank has to give."""
-        self._ask_to_be_told()
+        self._hook_parameters()
 
     def begin(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], share: float) -> None:
-        """Start a round."""
+        """Start a round: new gradients times `weight`, plus `share` of the earlier ones."""
         self._weight, self._earlier, self._share = weight, earlier, share
         self._works, self._sums = [], []
         if self._holders() != self._own_holders:
             self._lay_out()  # somebody has kept gradients, or adds to them
-        self._last_is_filled = False
-        self._error = None
-        self.stale = False
+        self._error, self._last_is_filled, self.stale = None, False, False
         self._missing = [len(bucket.numbers) for bucket in self._buckets]
 
     def listen(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], share: float) -> None:
         """Start a round before a backward, and send what is ready while it runs; arguments as for `begin`."""
         self.begin(weight, earlier, share)
-        self._listening = True
-
-    @property
-    def listening(self) -> bool:
-        """Whether a backward is expected or running."""
-        return self._listening
+        self.listening = True
 
     def looks_finite(self) -> bool:
-        """Tell whether everything is finite, after backward: a finite sum proves it. The rest is made ready."""
-        self._listening = False
+        """Send all but the last buffer after backward; return whether all is finite, which a finite sum proves."""
+        self.listening = False
         last = len(self._buckets) - 1
         for place in range(len(self._works), last):
             self._send(place, look=True)
@@ -107,14 +93,14 @@ class Buckets:
         return math.isfinite(total.item())
 
     def stop(self, weight: float) -> None:
-        """Listen no more: backward is over, and what is still to be sent has this weight."""
-        self._listening = False
+        """End the backward; what is still to be sent has this weight."""
+        self.listening = False
         self._last_is_filled = self._last_is_filled and weight == self._weight
         self._weight = weight
 
     def withdraw(self) -> None:
-        """Send nothing in place of what has not been sent, up to the last buffer, so that no rank has to wait."""
-        self._listening = self._last_is_filled = False
+        """Send zeros in place of what has not been sent, up to the last buffer, so that no rank has to wait."""
+        self.listening = self._last_is_filled = False
         self.stale = len(self._buckets) > 1
         for place in range(len(self._works), len(self._buckets) - 1):
             self._send(place, empty=True)
@@ -139,7 +125,7 @@ class Buckets:
                     if present is not None and not present[number]:
                         continue
                     parameter = self.parameters[number]
-                    earlier = self._earlier.get(parameter) if self._earlier else None  # to ask takes its time
+                    earlier = self._earlier.get(parameter) if self._earlier else None
                     if earlier is None or earlier.is_sparse:
                         parameter.grad = view.detach()  # not a copy: it lies in the buffer
                     else:
@@ -150,7 +136,7 @@ class Buckets:
         self._earlier = {}
 
     def _lay_out(self) -> None:
-        """Make the buffers; those of before belong to whoever has gradients in them."""
+        """Make new buffers; the old ones belong to whoever has gradients in them."""
         last = len(self._cuts) - 1
         self._buckets = [
             self._made(numbers, self._extra if place == last and _counts(self.parameters[numbers[0]].dtype) else 0)
@@ -186,15 +172,15 @@ class Buckets:
             start += parts * parameter.numel()
         return _Bucket(buffer, numbers, views)
 
-    def _ask_to_be_told(self) -> None:
-        """Hear of every gradient that is ready, except of those in the last buffer: that is left for `finish`."""
+    def _hook_parameters(self) -> None:
+        """Note every gradient that is ready, except those in the last buffer, which `finish` sends."""
         this = weakref.ref(self)
         last = len(self._buckets) - 1
 
         def hook_of(number: int) -> Any:
             def hook(parameter: torch.Tensor) -> None:
                 buckets = this()
-                if buckets is not None and buckets._listening:
+                if buckets is not None and buckets.listening:
                     buckets._ready(number)
 
             return hook
@@ -207,7 +193,7 @@ class Buckets:
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def _ready(self, number: int) -> None:
-        """Take note of a gradient, and send what is complete, in order."""
+        """Note a gradient, and send the buffers that are complete, in order."""
         place = self._bucket_of[number]
         self._missing[place] -= 1
         if place < len(self._works) or self._missing[place] < 0:
@@ -229,7 +215,7 @@ class Buckets:
             self._works.append(None)
 
     def _fill_all(self, bucket: _Bucket, empty: bool) -> None:
-        # A tensor, as to make one of a number for every gradient would take as long as to multiply a small one.
+        # A tensor: making one of a number for every gradient takes as long as multiplying a small gradient.
         weight = torch.full((), self._weight, dtype=_sum_dtype(bucket.buffer))
         with torch.no_grad():
             for number, view in zip(bucket.numbers, bucket.views, strict=True):
@@ -266,7 +252,7 @@ def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _counts(dtype: torch.dtype) -> bool:
-    """Tell whether a dtype holds counts of samples without rounding."""
+    """Return whether a dtype holds counts of samples without rounding."""
     return _real(dtype) in (torch.float32, torch.float64)
 
 
@@ -282,10 +268,10 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 class Replicas(Ranks):
-    """The agreement of ranks that hold replicas of a model."""
+    """The agreement of ranks that have replicas of a model."""
 
     # Gradients are means over each rank's samples. Rank r weighs n_r / N, its share of all samples that take part. N is
-    # known only when all have spoken, so the sums are made with the N of the last step and corrected afterwards; while
+    # known only at the end of a step, so the sums are made with the N of the last step and corrected afterwards; while
     # all steps are alike, the two are the same. Totals of a loss are just added.
 
     has_whole_weights = True
@@ -295,7 +281,6 @@ class Replicas(Ranks):
         super().__init__(replicas[0].process_group, next(iter(replicas[0].parameters())).device)
         self._parameters = list(dict.fromkeys(p for replica in replicas for p in _reduced(replica)))
         self._buckets = Buckets([], self.group, WIDTH, self.device)
-        self._expected = 0
         self._sent = False
         self._factor = 1.0
         self._reduces = True
@@ -322,14 +307,6 @@ class Replicas(Ranks):
                 stack.enter_context(alone_in_replica(replica))
             yield
 
-    def meet(self, size: int, terms: Any) -> None:
-        """Make sure, once, that all ranks have the same parameters and terms, and count their samples."""
-        if self._expected:
-            return
-        self.agreed(signature(self._trained()), "parameters")
-        self.agreed(terms, "arguments")
-        self._expected = max(sum(self.gather(size)), 1)
-
     def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
         """Send what is ready while backward runs."""
         if self._reduces:
@@ -337,9 +314,16 @@ class Replicas(Ranks):
             weight = Share(kept=size, by_total=by_total).weight(self._expected)
             self._buckets.listen(weight, state.earlier(), 1 / self.world_size)
 
-    def check(self, usual: FiniteCheck) -> FiniteCheck:
-        """Look for NaN and Inf where gradients are copied for sending anyway."""
-        return _CheckOfSent(usual, self._buckets) if self._reduces else usual
+    def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
+        """Look for NaN and Inf in the buffers that gradients are sent in, and in what is in none."""
+        buckets = self._buckets
+        if buckets.listening:
+            if buckets.looks_finite():
+                own = {id(parameter.grad) for parameter in buckets.parameters}
+                gradients = [gradient for gradient in gradients if id(gradient) not in own]
+            else:  # if not the gradients, their weight or their sum is to blame; the next round has smaller weights
+                buckets.stale = True
+        return bool(gradients or loss is not None) and super().has_nonfinite(gradients, loss)
 
     def withdraw(self) -> None:
         """Send zeros in place of what has not been sent."""
@@ -347,7 +331,7 @@ class Replicas(Ranks):
             self._buckets.withdraw()
 
     def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
-        """Add up what all ranks tell, and, unless gradients are being accumulated, the gradients."""
+        """Add the shares of all ranks and, unless gradients are being accumulated, the gradients."""
         if not self._reduces:
             totals = self.add_up(share, (), in_haste=in_haste)
             self._expected = totals.kept or self._expected
@@ -379,56 +363,24 @@ class Replicas(Ranks):
             self._buckets.collect(self._factor, totals.present)
             state.add_earlier_gradients(without=self._buckets.parameters)
         else:
-            scale_and_add(self._trained(), share.weight(totals.kept, self.world_size), state)
+            factor = share.weight(totals.kept, self.world_size)
+            for parameter in self.trained() if factor != 1 else ():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+            state.add_earlier_gradients()
 
     def _choose_buckets(self) -> None:
         """Make buffers for what is trained now; freezing something makes others."""
-        trained = self._trained()
+        trained = self.trained()
         known = self._buckets.parameters
         if len(trained) != len(known) or not all(map(operator.is_, trained, known)):
             self._buckets = Buckets(trained, self.group, WIDTH + len(trained), self.device)
 
-    def _trained(self) -> list[torch.Tensor]:
+    def trained(self) -> list[torch.Tensor]:
+        """List the parameters that are trained."""
         return [parameter for parameter in self._parameters if parameter.requires_grad]
-
-
-class _CheckOfSent(FiniteCheck):
-    """Looks at gradients in the buffers that they are sent in; at other times and for others the usual way."""
-
-    def __init__(self, usual: FiniteCheck, buckets: Buckets) -> None:
-        super().__init__()
-        self._usual = usual
-        self._buckets = buckets
-
-    def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
-        """Tell whether anything is not finite; arguments as for `FiniteCheck.has_nonfinite`."""
-        if not self._buckets.listening:
-            return self._usual.has_nonfinite(gradients, loss)
-        if not self._buckets.looks_finite():
-            # If the gradients are not to blame, their weight is, or the sum; the next round has smaller weights.
-            self._buckets.stale = True
-            return self._usual.has_nonfinite(gradients, loss)
-        own = {id(parameter.grad) for parameter in self._buckets.parameters}
-        others = [gradient for gradient in gradients if id(gradient) not in own]
-        return bool(others or loss is not None) and self._usual.has_nonfinite(others, loss)
 
 
 def _reduced(replica: Replica) -> list[torch.nn.Parameter]:
     ignored = replica.parameters_to_ignore
     return [parameter for name, parameter in replica.module.named_parameters() if name not in ignored]
-
-
-def scale_and_add(parameters: Sequence[torch.Tensor], factor: float, state: TrainingState) -> None:
-    """Multiply new gradients, then add the earlier ones."""
-    if factor != 1:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-    state.add_earlier_gradients()
-
-
-def signature(parameters: Sequence[torch.Tensor]) -> str:
-    """Give a short text that is the same for parameters of the same shapes and dtypes."""
-    shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
-    elements = sum(parameter.numel() for parameter in parameters)
-    return f"{len(shapes)} tensors, {elements} elements, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]}"

@@ -12,6 +12,7 @@ to, in its own time, with one unit of whole parameters after the other.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -22,13 +23,12 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gradgate._finite import FiniteCheck
 from gradgate._state import TrainingState
-from gradgate._torch_distributed import collectives_made, reset_shards, shard_units, start_shards
+from gradgate._text import user_level
+from gradgate._torch_distributed import adds_gradients, collectives_made, reset_shards, shard_units, start_shards
 from gradgate._torch_private import local_part
-from gradgate.errors import ArgumentTypeError, OtherRankError
+from gradgate.errors import ArgumentTypeError, GradgateWarning, OtherRankError
 from gradgate.guard.distributed._ranks import Ranks, RankTotals, Share
-from gradgate.guard.distributed._replicas import signature
 
 
 class _Mode(Enum):
@@ -49,18 +49,23 @@ class Shards(Ranks):
     def __init__(self, roots: Sequence[Any], group: distributed.ProcessGroup | None, state: TrainingState) -> None:
         self._roots = list(roots)
         super().__init__(group, next(iter(roots[0].parameters())).device)
+        if adds_gradients(group):
+            warnings.warn(
+                f"Guard(): FSDP2 of torch {torch.__version__} adds the gradients of ranks over Gloo and does not "
+                "divide them.\nWhy: Gloo averages from torch 2.9 on; until then float32 gradients are "
+                f"{self.world_size} times too large, with the guard and without it.\nFix: pip install 'torch>=2.9'",
+                GradgateWarning,
+                stacklevel=user_level(),
+            )
         self._units = shard_units(self._roots)
         self._state = state
         state.reset_model = self._reset
-        self._expected = 0
         self._orders: dict[tuple[object, ...], list[int] | None] = {}
         self._settings: tuple[object, ...] = ()
         self._mode = _Mode.SEARCH
         self._made: list[int] = []
-        self._usual = FiniteCheck()
         self._has_earlier = False
-        self.nonfinite = False
-        """Whether the last pass of a search has made a gradient that is not finite."""
+        self._nonfinite = False  # whether the last pass of a search has made a gradient that is not finite
         self.broken = False
         """Whether a collective has failed, so that no more can be made."""
         self.longest_pause = self._since = 0.0
@@ -102,22 +107,16 @@ class Shards(Ranks):
                 unit.unwatch()
                 unit.put_back()
 
-    def meet(self, size: int, terms: Any) -> None:
-        """Make sure, once, that all ranks have the same parameters and terms, and count their samples."""
-        if not self._expected:
-            self.agreed(signature(self._trained()), "parameters")
-            self.agreed(terms, "arguments")
-            self._expected = max(sum(self.gather(size)), 1)
-
     def gathered(self) -> set[torch.Tensor]:
-        """Give the whole parameters that FSDP2 has in place of the shards while the model runs."""
+        """Return the whole parameters that FSDP2 has in place of the shards while the model runs."""
         return {parameter for unit in self._units for parameter in unit.gathered}
 
     def _reset(self) -> None:
         reset_shards(self._roots, self._units, broken=self.broken)
-        self.nonfinite = False
+        self._nonfinite = False
 
-    def _trained(self) -> list[torch.Tensor]:
+    def trained(self) -> list[torch.Tensor]:
+        """List the shards of parameters that are trained."""
         return [parameter for unit in self._units for parameter in unit.trained]
 
     # --- One pass of all ranks, and what it gave
@@ -158,16 +157,16 @@ class Shards(Ranks):
         self._mode = _Mode.SEARCH
 
     def weight(self, size: int, *, by_total: bool) -> float:
-        """Give what this rank's loss is multiplied with, so that the mean over ranks is that over samples."""
+        """Return what this rank's loss is multiplied with, so that the mean over ranks is that over samples."""
         return 1.0 if by_total else size * self.world_size / self._expected
 
-    def check(self, usual: FiniteCheck) -> FiniteCheck:
-        """Look at shards; in a search, at this rank's own gradients."""
-        self._usual = usual
-        return _CheckOfShards(usual, self)
+    def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
+        """Look at shards, at gradients that wait to be reduced, and at what a search has noted."""
+        local = [local_part(gradient) for gradient in gradients] + self._whole_gradients()
+        return super().has_nonfinite(local, loss) or self._nonfinite
 
-    def whole_gradients(self) -> list[torch.Tensor]:
-        """Give this rank's own gradients, which wait for a later step to be reduced."""
+    def _whole_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's own gradients, which wait for a later step to be reduced."""
         return [gradient for unit in self._units for gradient in unit.whole_gradients()]
 
     def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
@@ -187,8 +186,8 @@ class Shards(Ranks):
         factor = self.world_size if totals.by_total else self._expected / totals.kept
         self._expected = totals.kept
         if factor != 1:
-            reduced = [local_part(parameter.grad) for parameter in self._trained() if parameter.grad is not None]
-            for gradient in self.whole_gradients() + reduced:
+            reduced = [local_part(parameter.grad) for parameter in self.trained() if parameter.grad is not None]
+            for gradient in self._whole_gradients() + reduced:
                 gradient.mul_(factor)
         reduces = totals.earlier and any(unit.reduces for unit in self._units)
         for unit in self._units:
@@ -199,7 +198,7 @@ class Shards(Ranks):
         if reduces or totals.played:
             reset_shards(self._roots, self._units, drop=False)
         if totals.present is not None:
-            for parameter, there in zip(self._trained(), totals.present, strict=True):
+            for parameter, there in zip(self.trained(), totals.present, strict=True):
                 parameter.grad = parameter.grad if there else None  # zeros, if no rank has any
         state.add_earlier_gradients()
 
@@ -223,10 +222,10 @@ class Shards(Ranks):
         self.longest_pause = max(self.longest_pause, perf_counter() - self._since)
 
     def _reduce(self, code: int) -> None:
-        """Hear that the gradients of a unit are ready and FSDP2 reduces them next."""
+        """Prepare the gradients of a unit, which FSDP2 reduces next."""
         unit = self._units[code // 2]
         if self._mode is _Mode.SEARCH:
-            self.nonfinite = self.nonfinite or self._usual.has_nonfinite(unit.whole_gradients())
+            self._nonfinite = self._nonfinite or super().has_nonfinite(unit.whole_gradients())
             unit.drop()
             return
         unit.note_present()
@@ -239,7 +238,7 @@ class Shards(Ranks):
                     self._announce(code, None)
 
     def follow(self, *, failed: bool = False) -> bool:
-        """Take part in what others announce until nobody does any more; tell whether somebody has failed."""
+        """Take part in what others announce until nobody does any more; return whether somebody has failed."""
         with self._unbroken():
             return self._announce(None, None, failed=failed)
 
@@ -289,25 +288,3 @@ class Shards(Ranks):
         except BaseException:
             self.broken = True
             raise
-
-    # --- What only replicas need
-
-    def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
-        """Do nothing: FSDP2 sends what is ready."""
-
-    def withdraw(self) -> None:
-        """Do nothing: `complete` has done it."""
-
-
-class _CheckOfShards(FiniteCheck):
-    """Looks at what a step of all ranks has left in the shards, or at what a search has noted."""
-
-    def __init__(self, usual: FiniteCheck, shards: Shards) -> None:
-        super().__init__()
-        self._usual = usual
-        self._shards = shards
-
-    def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
-        """Tell whether anything is not finite; arguments as for `FiniteCheck.has_nonfinite`."""
-        mine = [local_part(gradient) for gradient in gradients] + self._shards.whole_gradients()
-        return self._usual.has_nonfinite(mine, loss) or self._shards.nonfinite

@@ -24,21 +24,22 @@ from gradgate.guard._result import (
 )
 from gradgate.guard._search import Dropped, Recovered, raise_as_it_is
 from gradgate.guard._trial import LossFunction, LossTrial, Outcome, Scaler, StepFault, advice, check_function
-from gradgate.guard.distributed._process_groups import Agreement
 from gradgate.guard.distributed._ranks import RankTotals, Share
+from gradgate.guard.distributed._replicas import Replicas
+from gradgate.guard.distributed._shards import Shards
 from gradgate.records import Incident
 
 if TYPE_CHECKING:
     from gradgate.guard._guard import Guard
 
 
-# --- The step -------------------------------------------------------------------------------------------------------
+# --- What every rank does -------------------------------------------------------------------------------------------
 
 
 class SharedStep:
     """One step of one rank, among others."""
 
-    def __init__(self, guard: Guard, agreement: Agreement, batch: Any, ids: Ids | None) -> None:
+    def __init__(self, guard: Guard, agreement: Replicas | Shards, batch: Any, ids: Ids | None) -> None:
         self._guard = guard
         self._agreement = agreement
         self._batch = batch
@@ -55,6 +56,7 @@ class SharedStep:
     def run(self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int) -> GuardResult:
         """Make the step."""
         guard = self._guard
+        guard._refuse_nesting()
         error: BaseException | None = None
         self._function = loss_fn
         try:
@@ -66,8 +68,8 @@ class SharedStep:
         with self._agreement.apart(training=True):
             guard._state.remember(guard._reader.leaves(self._batch) if self._size else ())
             try:
-                error = self._alone(loss_fn, scaler, accumulate, error)
-                result = self._together(error)
+                error = self._make(loss_fn, scaler, accumulate, error)
+                result = self._agree(error)
             except torch.AcceleratorError:
                 guard._state.give_back(device_died=True)  # the device died; more would only hide its error
                 raise
@@ -78,54 +80,20 @@ class SharedStep:
         guard._outsiders.warn()
         return result
 
+    def _make(
+        self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int, error: BaseException | None
+    ) -> BaseException | None:
+        """Make the step with this rank's samples; return `error`, or what was raised and no sample is blamed for."""
+        raise NotImplementedError
+
     def _meet(self) -> None:
-        """Make sure, in the first step, that all ranks do the same, and take the first one's word for the rest."""
+        """Make sure, in the first step, that all ranks do the same; the first rank decides on the name of the run."""
         guard = self._guard
         if guard._wishes is None:
             terms = f"max_bad={guard.max_bad}, patience={guard.patience}, min_kept={guard.min_kept}"
             self._agreement.meet(self._size, terms)
             first = self._agreement.gather((guard.run, Wishes.of(guard._sinks, guard.payload)))[0]
             guard.run, guard._wishes = first
-
-    def _alone(
-        self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int, error: BaseException | None
-    ) -> BaseException | None:
-        """Make the step of this rank's samples, and give what was raised and no sample is blamed for."""
-        guard, state = self._guard, self._guard._state
-        if error is not None:
-            return error
-        if not self._size:
-            self._recovered = Recovered(None, [], [])
-            return None
-        try:
-            trial = LossTrial(loss_fn, state, self._agreement.check(guard._check), guard._catch, scaler, accumulate)
-            trial.before_backward = self._before_backward
-            if first := guard._first:
-                trial.first = True
-                guard._outsiders.look(loss_fn)
-                self._made_before = collectives_made()
-            writes = guard._reader.writes(self._batch)
-            untouched = with_own_containers(self._batch)
-            started = perf_counter()
-            self._outcome = trial.run(self._batch, self._size)
-            if self._outcome.fault is not None or not first:  # a healthy first one may have compiled the model
-                self._warn_of_timeout(perf_counter() - started)
-            trial.before_backward = None
-            if self._outcome.skipped:
-                self._recovered = Recovered(None, [], [])
-            if self._outcome.fault is not None:
-                self._batch = untouched
-                self._search(trial, self._outcome.fault, writes)
-        except torch.AcceleratorError:
-            raise  # nothing more can be sent from here
-        except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
-            self._agreement.withdraw()
-            return raised
-        return None
-
-    def _warn_of_timeout(self, seconds: float) -> None:
-        passes = 2 * self._size.bit_length() + 6  # at most, to find one bad sample
-        self._agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
 
     def _refuse_collectives(self) -> None:
         """Refuse, in the first step, a loss that talks to other ranks itself."""
@@ -137,15 +105,8 @@ class SharedStep:
                 fix="guard.backward(batch, loss_fn)   # with a loss of this rank's samples; exchange before or after",
             )
 
-    def _before_backward(self, outcome: Outcome) -> None:
-        if self._guard._first:
-            self._refuse_collectives()
-            self._guard._look_around(outcome)
-        self._agreement.before_backward(self._size, self._guard._state, by_total=outcome.count is not None)
-
     def _search(self, trial: LossTrial, fault: StepFault, writes: int) -> None:
         guard = self._guard
-        self._agreement.withdraw()
         if guard._reader.writes(self._batch) != writes:
             raise_as_it_is(fault, self._size, "the batch was written to in place, so nothing can be tried again")
         self._recorder = guard._recorder(self._outcome, self._batch, self._size, self._ids)
@@ -156,7 +117,7 @@ class SharedStep:
         self._incidents = self._recorder.dropped(found.dropped) + self._recorder.transient(found.transient)
 
     def _tell(self, error: BaseException | None) -> tuple[Share, RankTotals]:
-        """Tell the other ranks how the step went here, and hear how it went everywhere."""
+        """Tell the other ranks how the step went here; return that, and how it went everywhere."""
         share = self._share(error)
         in_haste = not isinstance(error, Exception | None)
         return share, self._agreement.exchange(share, self._guard._state, in_haste=in_haste)
@@ -185,8 +146,8 @@ class SharedStep:
     def _kept(self) -> list[int]:
         return list(range(self._size)) if self._recovered is None else self._recovered.kept
 
-    def _together(self, error: BaseException | None) -> GuardResult:
-        """Agree with the others on what becomes of the step."""
+    def _agree(self, error: BaseException | None) -> GuardResult:
+        """Agree with the others on the result of the step."""
         guard = self._guard
         try:
             share, totals = self._tell(error)
@@ -220,8 +181,8 @@ class SharedStep:
         return [] if self._recovered is None else self._recovered.reasons
 
     def _raise_failure(self, error: BaseException | None) -> NoReturn:
-        """Raise what was raised here; on the other ranks, tell of it."""
-        texts = self._agreement.gather(None if error is None else _told(error))
+        """Raise what was raised here; on the other ranks, an error that names it."""
+        texts = self._agreement.gather(None if error is None else _described(error))
         if error is not None:
             raise error
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
@@ -244,7 +205,7 @@ class SharedStep:
         )
 
     def _judge(self, totals: RankTotals, incidents: tuple[Incident, ...], packs: Sequence[Any]) -> None:
-        """Refuse the step if too much is bad; every rank comes to the same answer."""
+        """Refuse the step if too much is bad; all ranks decide alike."""
         guard = self._guard
         too_many = totals.bad > guard.max_bad * totals.size
         dropped = refused([incident for incident in incidents if not incident.transient], too_many=too_many)
@@ -302,10 +263,206 @@ def _allow(dropped: Sequence[Dropped]) -> None:
     """Refuse nothing: that is for all ranks to decide."""
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     where = StepFault.raised(error).where if isinstance(error, Exception) else None
     first_line = next(iter(text_of(error).strip().splitlines()), "")
     return f"{class_name(type(error))}: {first_line}" + (f" ({where})" if where else "")
+
+
+# --- Replicas -------------------------------------------------------------------------------------------------------
+
+
+class ReplicatedStep(SharedStep):
+    """One step of one rank that runs the model without the others."""
+
+    _agreement: Replicas
+
+    def _make(
+        self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int, error: BaseException | None
+    ) -> BaseException | None:
+        guard, state = self._guard, self._guard._state
+        if error is not None:
+            return error
+        if not self._size:
+            self._recovered = Recovered(None, [], [])
+            return None
+        try:
+            trial = LossTrial(loss_fn, state, self._agreement, guard._catch, scaler, accumulate)
+            trial.before_backward = self._before_backward
+            if first := guard._first:
+                trial.first = True
+                guard._outsiders.look(loss_fn)
+                self._made_before = collectives_made()
+            writes = guard._reader.writes(self._batch)
+            untouched = with_own_containers(self._batch)
+            started = perf_counter()
+            self._outcome = trial.run(self._batch, self._size)
+            if self._outcome.fault is not None or not first:  # a healthy first one may have compiled the model
+                seconds, passes = (
+                    perf_counter() - started,
+                    2 * self._size.bit_length() + 6,
+                )  # at most, for one bad sample
+                self._agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
+            trial.before_backward = None
+            if self._outcome.skipped:
+                self._recovered = Recovered(None, [], [])
+            if self._outcome.fault is not None:
+                self._batch = untouched
+                self._agreement.withdraw()
+                self._search(trial, self._outcome.fault, writes)
+        except torch.AcceleratorError:
+            raise  # nothing more can be sent from here
+        except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
+            self._agreement.withdraw()
+            return raised
+        return None
+
+    def _before_backward(self, outcome: Outcome) -> None:
+        if self._guard._first:
+            self._refuse_collectives()
+            self._guard._look_around(outcome)
+        self._agreement.before_backward(self._size, self._guard._state, by_total=outcome.count is not None)
+
+
+# --- Shards ---------------------------------------------------------------------------------------------------------
+
+
+class ShardedStep(SharedStep):
+    """One step of one rank that runs the model together with the others."""
+
+    # Every try is a pass of all ranks through FSDP2's own collectives. If it fails anywhere, its gradients are dropped
+    # everywhere, the ranks with a fault search for their bad samples while the others follow, and all try again.
+
+    _agreement: Shards
+
+    def __init__(self, guard: Guard, agreement: Shards, batch: Any, ids: Ids | None) -> None:
+        super().__init__(guard, agreement, batch, ids)
+        self._answer: tuple[Share, RankTotals]
+        self._trial: LossTrial
+        self._again = False
+
+    def _make(
+        self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int, error: BaseException | None
+    ) -> BaseException | None:
+        guard, state = self._guard, self._guard._state
+        self._trial = LossTrial(loss_fn, state, self._agreement, guard._catch, scaler, accumulate)
+        if not self._size:
+            self._recovered = Recovered(None, [], [])
+        elif guard._first and error is None:
+            self._trial.first = True
+            guard._outsiders.look(loss_fn)
+        writes = guard._reader.writes(self._batch) if self._size else 0
+        untouched = with_own_containers(self._batch)
+        first = guard._first
+        error = self._try(self._batch, error)
+        if not first:
+            self._agreement.warn_of_timeout(self._agreement.longest_pause, "its longest time between two gathers")
+        totals = self._tell_all(error)
+        if totals.failed or not totals.stale:
+            return error
+        self._batch, self._again = untouched, True
+        error = self._look_for_faults(totals, writes)
+        if self._agreement.follow(failed=error is not None):
+            self._tell_all(error)
+            return error
+        kept = self._kept
+        state.restore()
+        if len(kept) < self._size and kept:
+            untouched = guard._reader.select(untouched, kept, self._size)
+        error = self._try(with_own_containers(untouched), None)
+        totals = self._tell_all(error)
+        if totals.stale and not totals.failed:
+            error = self._unexplained()
+            self._tell_all(error)
+        return error
+
+    def _try(self, batch: Any, error: BaseException | None) -> BaseException | None:
+        """Run the kept samples with all other ranks, or only take part; return what no sample is blamed for."""
+        agreement, count = self._agreement, len(self._kept)
+        agreement.begin(known=not self._again, counts=self._guard._first)
+        self._made_before = collectives_made() if self._guard._first else 0
+        self._outcome = Outcome()
+        self._trial.before_backward = self._before_backward
+        if error is None and count:
+            try:
+                self._outcome = self._trial.run(batch, count)
+            except torch.AcceleratorError:
+                raise  # nothing more can be sent from here
+            except BaseException as raised:
+                if agreement.broken:
+                    raise
+                error = raised
+        self._trial.before_backward, self._trial.weight = None, 1.0
+        fault = self._outcome.fault
+        try:
+            agreement.complete(failed=error is not None or fault is not None or self._outcome.skipped)
+        except OtherRankError as lost:
+            raise lost from (fault.error if error is None and fault is not None else error)
+        if self._again and self._trial.scaler is not None and fault is not None and fault.error is None:
+            self._outcome.fault = None  # each rank's own gradients are finite without the scale: it is left to see them
+        if count and error is None and self._outcome.skipped:
+            self._recovered = self._recovered or Recovered(None, [], [])
+            self._recovered.kept = []
+        return error
+
+    def _before_backward(self, outcome: Outcome) -> None:
+        if self._guard._first:
+            self._refuse_collectives()
+            self._guard._look_around(outcome, self._agreement.gathered())
+        self._trial.weight = self._agreement.weight(len(self._kept), by_total=outcome.count is not None)
+
+    def _look_for_faults(self, totals: RankTotals, writes: int) -> BaseException | None:
+        """Search for this rank's bad samples, if it has a fault of its own; the others take part in every pass."""
+        guard, fault = self._guard, self._outcome.fault
+        self._agreement.search()
+        try:
+            guard._state.restore()
+            if self._size and guard._reader.writes(self._batch) != writes:
+                if fault is not None and fault.cause != "non-finite gradient":
+                    self._search(self._trial, fault, writes)
+                raise ArgumentValueError(
+                    "Guard: a rank has bad samples, and `loss_fn` has written into the batch of this one.",
+                    why="with FSDP2 all ranks make the step again without the bad samples, each with its own batch.",
+                    fix="x = x / 255   # a new tensor, not x.div_(255)",
+                )
+            if self._kept and totals.spoilt and (fault is None or fault.cause == "non-finite gradient"):
+                self._outcome = self._trial.run(with_own_containers(self._batch), self._size)
+                fault = self._outcome.fault  # of this rank's own gradients; in the shards are those of all
+            if fault is not None and self._kept:
+                self._search(self._trial, fault, writes)
+        except torch.AcceleratorError:
+            raise
+        except BaseException as raised:
+            if self._agreement.broken:
+                raise
+            return raised
+        return None
+
+    def _unexplained(self) -> BaseException | None:
+        """Return what a second try without the bad samples raised, or an error about values that are not finite."""
+        fault = self._outcome.fault
+        if fault is None:
+            return None
+        try:
+            raise_as_it_is(fault, self._size, "no rank has a sample that can be blamed for it; it came in a second try")
+        except Exception as raised:  # noqa: BLE001 - it is raised when the others know
+            return raised
+
+    def _tell_all(self, error: BaseException | None) -> RankTotals:
+        self._answer = super()._tell(error)
+        return self._answer[1]
+
+    def _tell(self, error: BaseException | None) -> tuple[Share, RankTotals]:
+        return self._answer  # of `_make`
+
+    def _share(self, error: BaseException | None) -> Share:
+        fault = self._outcome.fault if error is None else None
+        share = super()._share(error)
+        share.stale = fault is not None
+        share.spoilt = fault is not None and fault.cause == "non-finite gradient"
+        if fault is not None:
+            share.loss = share.count = None
+        return share
 
 
 # --- Batches for all ranks equally often ----------------------------------------------------------------------------
@@ -314,8 +471,8 @@ def _told(error: BaseException) -> str:
 END = object()
 
 
-def even_batches(guard: Guard, agreement: Agreement, loader: Iterable[Any]) -> Iterator[Any]:
-    """Give batches until no rank has any more, then batches of 0 rows (None where such a batch cannot be made)."""
+def even_batches(guard: Guard, agreement: Replicas | Shards, loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches; when this rank has no more, batches of 0 rows (or None) until no rank has any."""
     # Each step tells the other ranks whether this one has another batch, so there is one collective, at the beginning.
     batches = iter(loader)
     batch = next(batches, END)
@@ -346,7 +503,7 @@ def even_batches(guard: Guard, agreement: Agreement, loader: Iterable[Any]) -> I
 
 
 def _of_no_rows(guard: Guard, batch: Any) -> Any:
-    """Make a batch of the same form with no rows; None if it cannot be, as with some functions of the user's."""
+    """Return a batch of the same form with no rows; None where `select` of the user cannot make one."""
     try:
         return guard._reader.select(batch, [], guard._reader.count(batch))
     except Exception:  # noqa: BLE001 - the batch itself is judged when it is used
