@@ -105,8 +105,6 @@ class AcceleratedGuard(Guard):
             # One process records the suspects of all.
             ledgers = [sink for sink in self._sinks if isinstance(sink, Ledger) and accelerator.is_main_process]
             self.rewind = Rewind(*parts, **{"ledger": ledgers[0] if ledgers else None, **rewind})
-            if accelerator.num_processes == 1:
-                accelerator.register_for_checkpointing(self.rewind)
 
     def backward(self, batch: Any, loss_fn: Callable[[Any], Any], ids: Any = None, **_: Any) -> GuardResult:
         """Make forward, loss and backward of a batch, in place of `accelerator.backward(loss)`.
@@ -158,10 +156,18 @@ class AcceleratedGuard(Guard):
         self._observe()  # a checkpoint lies between two steps
         if self._accelerator.is_main_process:
             (Path(folder) / STATE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
+        if self.rewind is not None:
+            torch.save(self.rewind.state_dict(), self._rewind_file(folder))
 
     def _load(self, models: Any, folder: str) -> None:
         if (path := Path(folder) / STATE).exists():  # it does not in checkpoints from before there was a guard
             self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        if self.rewind is not None and (path := self._rewind_file(folder)).exists():
+            self.rewind.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+    def _rewind_file(self, folder: str) -> Path:
+        """Give the file of this process: each has its own shards, losses and random state."""
+        return Path(folder) / f"gradgate-rewind-{self._accelerator.process_index}.pt"
 
 
 class _Accumulated:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
@@ -30,7 +31,9 @@ from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, GradgateError
 from gradgate.guard import Guard, GuardResult
 from gradgate.guard._trial import NO_LOSS
+from gradgate.ledger import Ledger
 from gradgate.loading import ResilientLoader
+from gradgate.rewind import Rewind
 
 __all__ = ["GuardCallback", "GuardedModule"]
 
@@ -67,6 +70,7 @@ class GuardedModule(L.LightningModule):
     """
 
     _logs: list[_Log] | None = None  # the calls of `log` in the try that runs
+    _muted = False  # a step that is made again is not logged again
 
     @property
     def trainer(self) -> Any:
@@ -121,7 +125,8 @@ class GuardedModule(L.LightningModule):
             **options: As for `LightningModule.log`.
         """
         if self._logs is None:
-            super().log(name, value, *args, **options)
+            if not self._muted:
+                super().log(name, value, *args, **options)
             return
         if isinstance(value, torch.Tensor):
             value = value.detach().clone()
@@ -137,15 +142,24 @@ class GuardCallback(L.Callback):
 
     Args:
         ledger: As for `Guard`.
+        rewind: Options of `gg.Rewind`, `{}` for its defaults: after a loss spike, model, optimizer, schedulers, scaler
+            and guard return to a snapshot, and the innocent steps since then are made again at once. Their values are
+            not logged again. `trainer.global_step` counts every step that was tried.
         **options: What else `Guard` takes.
+
+    Attributes:
+        rewind: The `Rewind` of the training, or None.
 
     Examples:
         >>> trainer = L.Trainer(callbacks=[GuardCallback("run.ledger", max_bad=0.25)], logger=False)
     """
 
-    def __init__(self, ledger: Any = None, **options: Any) -> None:
+    def __init__(self, ledger: Any = None, *, rewind: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__()
         self._options = {"ledger": ledger, **options}
+        self._rewind_options = rewind
+        self.rewind: Rewind | None = None
+        self._losses: list[torch.Tensor] = []  # of the optimizer step that is being made
         self._guard: Guard | None = None
         self._state: Mapping[str, Any] | None = None
         self._metrics: list[Metric] = []
@@ -185,17 +199,22 @@ class GuardCallback(L.Callback):
         self._metrics = [part for part in pl_module.modules() if isinstance(part, Metric)]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let the loaders number what they leave out by the guard's steps.
+        """Let the loaders number what they leave out by the guard's steps, and make the `Rewind`.
 
         Args:
             trainer: The Trainer.
             pl_module: The module.
+
+        Raises:
+            ArgumentTypeError: There is a `rewind`, and steps of this training cannot be made again.
         """
         guard = self.guard
         guard.epoch = trainer.current_epoch
         guard._move_to(trainer.global_step, 0, trainer.accumulate_grad_batches)
         for loader in trainer.fit_loop._combined_loader.flattened:
             follow(loader, None, guard)
+        if self._rewind_options is not None:
+            self.rewind = self._make_rewind(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Note the epoch.
@@ -205,9 +224,25 @@ class GuardCallback(L.Callback):
             pl_module: The module.
         """
         self.guard.epoch = trainer.current_epoch
+        if self.rewind is not None:
+            self._losses.clear()
+            self.rewind._enter(())
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the batch while its step may have to be made again.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The module.
+            batch: The batch.
+            batch_idx: Its number.
+        """
+        if self.rewind is not None:
+            self.rewind._pulled = batch_idx
+            self.rewind._add(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the counters, if there is something new or it is time to log.
+        """Log the counters, if there is something new or it is time to log, and observe the loss of a step.
 
         Args:
             trainer: The Trainer.
@@ -218,6 +253,9 @@ class GuardCallback(L.Callback):
         """
         if self.guard._tally.dropped != self._told[1] or trainer._logger_connector.should_update_logs:
             self._log(trainer)
+        if self.rewind is not None and self._losses and not trainer.fit_loop._should_accumulate():
+            losses, self._losses = self._losses, []
+            self.rewind.observe(torch.stack(losses).mean())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the counters for callbacks, too.
@@ -226,6 +264,8 @@ class GuardCallback(L.Callback):
             trainer: The Trainer.
             pl_module: The module.
         """
+        if self.rewind is not None:
+            self.rewind._leave()
         if not trainer.barebones:
             self._log(trainer)
             dropped = float(self.guard._tally.dropped)
@@ -237,7 +277,12 @@ class GuardCallback(L.Callback):
         Returns:
             Plain values.
         """
-        return {} if self._guard is None else self._guard.state_dict()
+        if self._guard is None:
+            return {}
+        state = self._guard.state_dict()
+        if self.rewind is not None:  # the loader begins anew after a resume, and so do the snapshots
+            state["rewind"] = self.rewind._history()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on counting where a saved guard stopped.
@@ -247,7 +292,7 @@ class GuardCallback(L.Callback):
         """
         self._state = state_dict or None
         if state_dict and self._guard is not None:
-            self._guard.load_state_dict(state_dict)
+            self._guard.load_state_dict({name: value for name, value in state_dict.items() if name != "rewind"})
             self._told = self._guard._tally.samples, self._guard._tally.dropped
 
     def _log(self, trainer: Any) -> None:
@@ -261,6 +306,59 @@ class GuardCallback(L.Callback):
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             for logger in trainer.loggers:
                 logger.log_metrics({f"gradgate/{name}": count for name, count in counts.items()}, step=step)
+
+    def _make_rewind(self, trainer: Any, module: Any) -> Rewind:
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        by_metric = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if not module.automatic_optimization:
+            raise ArgumentTypeError(
+                "GuardCallback(): `rewind` is given, and the module has manual optimization.",
+                why="which of its calls end a step of training is known to the module only.",
+                fix="self.automatic_optimization = True",
+            )
+        if any(config.interval == "step" for config in by_metric):
+            raise ArgumentTypeError(
+                "GuardCallback(): `rewind` is given, and a scheduler follows a metric at each step.",
+                why="the metrics of steps that are made again do not exist.",
+                fix='{"scheduler": scheduler, "interval": "epoch", "monitor": "loss"}   # in configure_optimizers',
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        parts = [trainer.strategy.model, *trainer.optimizers, *schedulers, self.guard, *([scaler] if scaler else [])]
+        ledgers = [sink for sink in self.guard._sinks if isinstance(sink, Ledger) and trainer.is_global_zero]
+        rewind = Rewind(*parts, **{"ledger": ledgers[0] if ledgers else None, **(self._rewind_options or {})})
+        if self._state is not None and "rewind" in self._state:
+            rewind._load_history(self._state["rewind"])
+        rewind._number, rewind.make_step_again = trainer.global_step, partial(self._make_step_again, trainer, module)
+        return rewind
+
+    def _make_step_again(self, trainer: Any, module: Any, step: list[Any]) -> torch.Tensor:
+        """Make an innocent step again, as the Trainer's loop makes it; nothing is logged or counted."""
+        loop, results = trainer.fit_loop.epoch_loop, trainer._results
+        optimization, epochs = loop.automatic_optimization, trainer.fit_loop.epoch_progress
+        rewind = self.rewind
+        assert rewind is not None
+        counters = [loop.batch_progress, loop.scheduler_progress, optimization.optim_progress, epochs]
+        before = [counter.state_dict() for counter in counters]
+        metrics = [(metric, _state_of(metric)) for metric in self._metrics]
+        batch, module._muted = (results.batch, results.batch_size), True
+        try:
+            for place, given in enumerate(step, 1):
+                loop.batch_progress.current.ready = given.position + 1
+                loop.batch_progress.is_last_batch = place == len(step) < trainer.accumulate_grad_batches
+                epochs.current.processed = before[-1]["current"]["processed"] + given.epoch - rewind._epoch
+                arguments = loop._build_kwargs(OrderedDict(), given.batch, given.position)
+                optimization.run(trainer.optimizers[0], given.position, arguments)
+                loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+                if loop._num_ready_batches_reached():
+                    loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        finally:
+            module._muted, (results.batch, results.batch_size) = False, batch
+            for counter, state in zip(counters, before, strict=True):
+                counter.load_state_dict(state)
+            for metric, values in metrics:
+                vars(metric).update(values)
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).mean()
 
     def _backward(
         self, module: GuardedModule, batch: Any, function: Callable[[Any], Any], ids: Any = None, accumulate: int = 1
@@ -278,6 +376,8 @@ class GuardCallback(L.Callback):
         except BaseException:
             tries.put_back()
             raise
+        if self.rewind is not None:
+            self._losses.append(result.loss if result.kept else result.loss.nan_to_num())
         output = tries.conclude(result, guard, bad=guard._tally.bad_steps > bad)
         if result.kept or not math.isnan(result.loss.item()):
             # The hooks, when the gradients are there: before, nobody knows which of the tries counts.

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 import transformers.trainer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
+from transformers.optimization import GreedyLR
 
 from gradgate._loader_link import follow
 from gradgate._names import describe
@@ -34,6 +36,7 @@ from gradgate.guard.distributed._process_groups import SingleProcess
 from gradgate.integrations.accelerate import STATE, lending, refuse_own_backward, skip_first_batches
 from gradgate.ledger import Ledger
 from gradgate.loading import ResilientLoader, resilient
+from gradgate.rewind import Rewind
 
 __all__ = ["GuardedTrainer", "GuardedTrainerMixin"]
 
@@ -54,10 +57,13 @@ class GuardedTrainerMixin(_AnyTrainer):
         ledger: Where dropped samples are recorded: a path, or a `Ledger`.
         guard: Further arguments of `Guard`, as a dict. `"ids"` may be the name of a column of the training data, also
             of one that the model does not take; without it, samples have their index as id.
+        rewind: Options of `gg.Rewind`, `{}` for its defaults: after a loss spike, model, optimizer, scheduler, scaler
+            and guard return to a snapshot, and the innocent steps since then are made again at once. `global_step`
+            counts every step that was tried, so that epochs, logs and checkpoints keep their numbers.
         **options: What the trainer takes.
 
     Raises:
-        ArgumentTypeError: `guard` is no dict.
+        ArgumentTypeError: `guard` or `rewind` is no dict.
         ArgumentValueError: It asks for batches to be split that do not fit into memory.
 
     Examples:
@@ -71,21 +77,25 @@ class GuardedTrainerMixin(_AnyTrainer):
 
     guard: Guard | None = None
     """The guard, from the first step on."""
+    rewind: Rewind | None = None
+    """The `Rewind`, from the first step on."""
 
     def __init__(
         self,
         *args: Any,
         ledger: str | os.PathLike[str] | Ledger | None = None,
         guard: Mapping[str, Any] | None = None,
+        rewind: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(guard, Mapping | None):
-            raise ArgumentTypeError(
-                f"{type(self).__name__}(): `guard` is {describe(guard)}.",
-                why="it has further arguments of the guard, by name; the trainer makes the guard itself.",
-                fix=f'{type(self).__name__}(..., ledger="run.ledger", guard={{"max_bad": 0.25}})',
-            )
-        self._ledger = ledger
+        for name, given, example in (("guard", guard, '{"max_bad": 0.25}'), ("rewind", rewind, '{"every": 50}')):
+            if not isinstance(given, Mapping | None):
+                raise ArgumentTypeError(
+                    f"{type(self).__name__}(): `{name}` is {describe(given)}.",
+                    why=f"it has further arguments of the {name}, by name; the trainer makes the {name} itself.",
+                    fix=f'{type(self).__name__}(..., ledger="run.ledger", {name}={example})',
+                )
+        self._ledger, self._rewind_options = ledger, rewind
         self._guard_options = dict(guard or {})
         if (found := self._guard_options.get("out_of_memory", "raise")) != "raise":
             raise ArgumentValueError(
@@ -98,8 +108,12 @@ class GuardedTrainerMixin(_AnyTrainer):
         self._guarded: Any = None
         self._loader: Any = None
         self._saved: dict[str, Any] | None = None
+        self._saved_rewind: dict[str, Any] | None = None
         self._logged = self._dropped = 0
         self._made: list[_MicroBatch] = []
+        self._losses: list[torch.Tensor] = []  # of the step of the optimizer that is being made
+        self._epoch_iterator: Any = None
+        self._rewound: Any = None
         self._start: TrainingState
         super().__init__(*args, **options)
         self._keys: Any = {getattr(self.model, "main_input_name", "input_ids"), *self.label_names}  # of a batch
@@ -148,8 +162,17 @@ class GuardedTrainerMixin(_AnyTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **options: Any) -> Any:
         """Get the micro-batches of the next step of the optimizer, and their count."""
-        self._begin(self.model_wrapped)
-        return super().get_batch_samples(map(self._some, epoch_iterator), *args, **options)
+        guard = self._begin(self.model_wrapped)
+        batches, count = super().get_batch_samples(map(self._some, epoch_iterator), *args, **options)
+        if self._rewind_options is not None:
+            if self.rewind is None or self._rewound is not self.optimizer:
+                self.rewind, self._rewound = self._make_rewind(guard, self._rewind_options), self.optimizer
+            if self._epoch_iterator is not epoch_iterator:
+                self._epoch_iterator = epoch_iterator
+                self.rewind._enter(())
+            for batch in batches:
+                self.rewind._add(batch)
+        return batches, count
 
     def _some(self, batch: Any) -> Any:
         """Give a batch as it is; for one of no samples, one that the trainer can count as it counts the others."""
@@ -189,7 +212,7 @@ class GuardedTrainerMixin(_AnyTrainer):
         guard.epoch = int(self.state.epoch or 0)
         guard._move_to(self.state.global_step, 0, self.args.gradient_accumulation_steps)
         follow(self._loader, None, guard)
-        self._made = []
+        self._made, self._losses = [], []
         return guard
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -203,6 +226,11 @@ class GuardedTrainerMixin(_AnyTrainer):
         Returns:
             The loss, detached.
         """
+        loss = self._guarded_step(model, inputs, num_items_in_batch)
+        self._losses.append(loss)
+        return loss
+
+    def _guarded_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         guard = self._begin(model) if self.guard is None or self._guarded is not model else self.guard
         batch = None if isinstance(inputs, _NoSamples) else inputs
         if num_items_in_batch is None or (self.args.gradient_accumulation_steps == 1 and _processes(guard) == 1):
@@ -258,6 +286,59 @@ class GuardedTrainerMixin(_AnyTrainer):
         finally:
             guard._log = log
 
+    # --- Loss spikes ----------------------------------------------------------------------------------------------
+
+    def _make_rewind(self, guard: Guard, options: Mapping[str, Any]) -> Rewind:
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}(): `rewind` is given, and the scheduler is {describe(self.lr_scheduler)}.",
+                why="it follows the results of evaluations, and those of steps that are made again do not exist.",
+                fix='TrainingArguments(..., lr_scheduler_type="cosine")',
+            )
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        parts = [self.model_wrapped, optimizer, self.lr_scheduler, guard, self.accelerator.scaler]
+        ledgers = [sink for sink in guard._sinks if isinstance(sink, Ledger) and self.args.should_save]
+        rewind = Rewind(
+            *(part for part in parts if part is not None), **{"ledger": ledgers[0] if ledgers else None, **options}
+        )
+        if self._saved_rewind is not None:
+            rewind._load_history(self._saved_rewind)
+            self._saved_rewind = None
+        rewind._number, rewind.make_step_again = self.state.global_step, self._make_step_again
+        return rewind
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        """Observe the step that was just made, or note the end of the epoch, before anything is logged or saved."""
+        losses, self._losses = self._losses, []
+        if self.rewind is not None and losses and self.accelerator.sync_gradients:
+            self.rewind.observe(torch.stack(losses).sum())
+        elif self.rewind is not None:
+            self.rewind._leave()
+        super()._maybe_log_save_evaluate(*args, **options)
+
+    def _make_step_again(self, step: list[Any]) -> torch.Tensor:
+        """Make an innocent step of the optimizer again, as the trainer's loop makes it; nothing is logged."""
+        model, accelerator = self.model_wrapped, self.accelerator
+        batches = [given.batch for given in step]
+        count = self._get_num_items_in_batch(batches, self.args.device)
+        self._begin(model)
+        self.current_gradient_accumulation_steps = len(batches)
+        for place, batch in enumerate(batches, 1):
+            accelerator.gradient_state._set_sync_gradients(place == len(batches))
+            with nullcontext() if place == len(batches) else accelerator.no_sync(model):
+                self.training_step(model, batch, count)
+        if self.args.max_grad_norm > 0:
+            self._clip_grad_norm(model)
+        callbacks, state = self.callback_handler, (self.args, self.state, self.control)
+        callbacks.on_pre_optimizer_step(*state)
+        self.optimizer.step()
+        callbacks.on_optimizer_step(*state)
+        if not accelerator.optimizer_step_was_skipped:
+            self.lr_scheduler.step()
+        model.zero_grad()
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).sum()
+
     # --- Logs and checkpoints -------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
@@ -279,12 +360,16 @@ class GuardedTrainerMixin(_AnyTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.guard is not None and self.args.should_save:
-            (Path(output_dir) / STATE).write_text(json.dumps(self.guard.state_dict()), encoding="utf-8")
+            state = self.guard.state_dict()
+            if self.rewind is not None:  # the loader begins anew after a resume, and so do the snapshots
+                state["rewind"] = self.rewind._history()
+            (Path(output_dir) / STATE).write_text(json.dumps(state), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (path := Path(checkpoint) / STATE).exists():
             self._saved = json.loads(path.read_text(encoding="utf-8"))
+            self._saved_rewind = self._saved.pop("rewind", None)
 
 
 class GuardedTrainer(GuardedTrainerMixin, Trainer):
@@ -297,10 +382,11 @@ class GuardedTrainer(GuardedTrainerMixin, Trainer):
         *args: What `Trainer` takes.
         ledger: As for `GuardedTrainerMixin`.
         guard: As for `GuardedTrainerMixin`.
+        rewind: As for `GuardedTrainerMixin`.
         **options: What `Trainer` takes.
 
     Raises:
-        ArgumentTypeError: `guard` is no dict.
+        ArgumentTypeError: `guard` or `rewind` is no dict.
 
     Examples:
         >>> GuardedTrainer(guard="max_bad=0.25")

@@ -150,6 +150,8 @@ class Rewind:
         self._scaled = any(isinstance(part, torch.amp.GradScaler) and part.is_enabled() for part in parts)
         self.every, self.depth, self.patience, self.lookback = every, max(depth, 2), patience, lookback
         self.max_rewinds = max_rewinds
+        # What makes an innocent step again, for loops that cannot be given their batches again; it returns the loss.
+        self.make_step_again: Callable[[list[_Given]], torch.Tensor] | None = None
         self.rewinds: list[Rewound] = []
         """The rewinds of this run, in order."""
         self._ids = ids
@@ -171,6 +173,7 @@ class Rewind:
         self._loader: Iterable[Batch] = ()
         self._current: object = None  # the generator that gives batches now
         self._left: _Outside | None = None  # how the last epoch was left
+        self._before: dict[str, Any] | None = None  # the random state after the last step, or before the next batch
         self._draws = False  # whether the loader draws for each batch
         self._doubt = ""  # of the next new batch, as is what the loop did to schedulers before it
         self._between: _Outside | None = None
@@ -193,17 +196,8 @@ class Rewind:
         Returns:
             The batches, for one loop with one `observe` for each optimizer step.
         """
-        self._leave()
-        token = self._current = object()
-        self._loader, self._draws = loader, False
-        if self._resumed is None:
-            self._epoch, self._pulled = self._epoch + 1, 0
-            source = iter(loader)
-        else:
-            source, self._resumed = self._resume(loader, self._resumed), None
-        if self._left is not None:
-            doubt, self._between = self._outside().since(self._left)
-            self._doubt, self._left = doubt or self._doubt, None
+        source = self._enter(loader)
+        token = self._current
         try:
             while True:
                 if self._current is not token:
@@ -212,37 +206,59 @@ class Rewind:
                         why="batches that are given again must reach the loop that they came from.",
                         fix="for one, two in rewind.batches(zip(loader, other)): ...",
                     )
-                given = self._again.popleft() if self._again else self._pull(source)
-                if given is None:
+                if not self._again and not self._pull(source):
                     if (spike := self._read(0)) is not None:
                         self._go_back(spike)
                         continue
                     self._epoch, self._pulled, self._current = self._epoch + 1, 0, None
-                    self._left = self._outside()
+                    self._left = _Outside(self._parts)
                     return
-                if given.between is not None and given.number is not None:
-                    given.between.put_back(self._parts)
-                self._open.append(given)
-                yield given.batch
+                if self._again:
+                    self._open_next()
+                yield self._open[-1].batch
         finally:
             if self._current is token:
                 self._leave()
 
-    def _pull(self, source: Iterator[Batch]) -> _Given | None:
-        """Get a new batch from the loader, and take the first snapshot."""
-        position = None if self._snapshots else self._position()
+    def _enter(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Begin an epoch, or go on with a resumed one."""
+        self._leave()
+        self._current = object()
+        self._loader, self._draws = loader, False
+        if self._resumed is None:
+            self._epoch, self._pulled = self._epoch + 1, 0
+            source = iter(loader)
+        else:
+            source, self._resumed = self._resume(loader, self._resumed), None
+        if self._left is not None:
+            doubt, self._between = _Outside(self._parts).since(self._left)
+            self._doubt, self._left = doubt or self._doubt, None
+        self._before = self._random_state()
+        return source
+
+    def _pull(self, source: Iterator[Batch]) -> bool:
+        """Get a new batch from the loader; tell whether there was one."""
+        position = self._position() if not self._snapshots else None
+        if self._before is None:
+            self._before = self._random_state()
+        for batch in source:
+            self._add(batch, position)
+            return True
+        return False
+
+    def _random_state(self) -> dict[str, Any]:
         # Python's and NumPy's states are slow to read: one look in so many batches finds a loader that draws for each.
-        before = random_state() if self._pulled % LOOK == 1 else {"torch": torch.get_rng_state()}
-        try:
-            batch = next(source)
-        except StopIteration:
-            return None
-        if position is not None:
+        return random_state() if self._pulled % LOOK == 1 else {"torch": torch.get_rng_state()}
+
+    def _add(self, batch: Batch, position: tuple[int, int, Any] | None = None) -> None:
+        """Add a new batch to the step that begins or is being made, and take the first snapshot."""
+        before, self._before = self._before, None  # None if the training may have drawn since
+        if not self._snapshots:
             self._names(batch)  # a wrong `ids` shows now, not at the spike
-            self._take(position)
-        elif not torch.equal(before["torch"], torch.get_rng_state()):
+            self._take(position or self._position())
+        elif before is not None and not torch.equal(before["torch"], torch.get_rng_state()):
             self._doubt = _DRAWS_DOUBT
-        elif len(before) > 1 and not same_values(before, random_state()):
+        elif before is not None and len(before) > 1 and not same_values(before, random_state()):
             self._draws = True
         if self._draws:
             self._doubt = _DRAWS_DOUBT
@@ -252,6 +268,14 @@ class Rewind:
             self._carried.put_back(self._parts)
             given.between, self._carried = self._carried, None
         self._pulled, self._doubt, self._between = self._pulled + 1, "", None
+        self._open.append(given)
+
+    def _open_next(self) -> _Given:
+        """Begin with the next batch that comes again."""
+        given = self._again.popleft()
+        if given.between is not None:
+            given.between.put_back(self._parts)
+        self._open.append(given)
         return given
 
     def _leave(self) -> None:
@@ -263,10 +287,7 @@ class Rewind:
             self._doubt = "a loop was left before it observed a batch"
             self._again.extendleft(given for given in reversed(self._open) if given.number is not None)
             self._open = []
-        self._left = self._outside()
-
-    def _outside(self) -> _Outside:
-        return _Outside(self._parts)
+        self._left = _Outside(self._parts)
 
     def observe(self, loss: torch.Tensor | float, grad_norm: torch.Tensor | float | None = None) -> Rewound | None:
         """Note the loss of the step that was just made, after `optimizer.step()`; rewind if it spikes.
@@ -310,8 +331,15 @@ class Rewind:
         self._open = []
         self._unread.append((self._end - 1, Reading(loss, grad_norm)))
         if (spike := self._read(0 if self._unread[-1][1].on_host else 1)) is not None:
-            return self._go_back(spike)
+            rewound = self._go_back(spike)
+            while self._again and self.make_step_again is not None:
+                step = [self._open_next()]
+                while self._again and self._again[0].number == step[0].number:
+                    step.append(self._open_next())
+                self.observe(self.make_step_again(step))
+            return rewound
         self._advance()
+        self._before = self._random_state()
         return None
 
     def announce_change(self) -> None:
@@ -594,11 +622,19 @@ class Rewind:
             # Not judged here: ranks judge together, and perhaps only one of them saves.
             "unread": [entry[:3] for entry in self._asked]
             + [(where, *reading.values()) for where, reading in self._unread],
-            "loss": self._loss.state(),
-            "norm": self._norm.state(),
-            "rewinds": [(one.to_step, list(one.skipped), one.reason, one.exact) for one in self.rewinds],
             "snapshot": self._snapshots[0].state() if self._snapshots else None,
+            **self._history(),
         }
+
+    def _history(self) -> dict[str, Any]:
+        """Give what stays valid where loader and snapshots begin anew, as plain values."""
+        rewinds = [(one.to_step, list(one.skipped), one.reason, one.exact) for one in self.rewinds]
+        return {"loss": self._loss.state(), "norm": self._norm.state(), "rewinds": rewinds}
+
+    def _load_history(self, state: Mapping[str, Any]) -> None:
+        self._loss.load(state["loss"])
+        self._norm.load(state["norm"])
+        self.rewinds = [Rewound(to, tuple(skipped), why, exact) for to, skipped, why, exact in state["rewinds"]]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a saved run stopped; the next `batches` skips what was used and finds what is needed again.
@@ -625,9 +661,7 @@ class Rewind:
         self._again = deque(_Given.load(given) for given in state["again"])
         self._open = [_Given.load(given) for given in state["open"]]
         self._carried = None if state["carried"] is None else _Outside.load(state["carried"])
-        self._loss.load(state["loss"])
-        self._norm.load(state["norm"])
-        self.rewinds = [Rewound(to, tuple(skipped), why, exact) for to, skipped, why, exact in state["rewinds"]]
+        self._load_history(state)
         self._unread = deque((where, Reading(loss, norm)) for where, loss, norm in state["unread"])
         self._asked.clear()
         self._snapshots, self._spare, self._current, self._left = [], [], None, None
