@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradgate.errors import ArgumentTypeError, TooManyRewinds
 from tests.integrations.faulty import equal, run_ranks
+from tests.integrations.test_accelerate import Ruinous as RuinousPairs
+from tests.integrations.test_accelerate import rewound as accelerated
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
@@ -370,6 +372,15 @@ def on_rank(folder):
         plain = hugging(Trainer, Ruinous(bad, rows_of(done.skipped, window, 2)), folder, window)
         same = equal(trainer.model.state_dict(), plain.model.state_dict())
         found.append([same, done.exact, done.skipped, trainer.model.first.weight.double().sum().item()])
+    # Accelerate: the suspects are left out, and a checkpoint among the steps that come again goes on.
+    bad = [row for row in range(160, 172) if row // BATCH % 2]
+    model, _, guard = accelerated(RuinousPairs(bad))
+    (done,) = guard.rewind.rewinds
+    clean, _, _ = accelerated(RuinousPairs(bad, rows_of(done.skipped, 1, 2)))
+    found.append([equal(model.state_dict(), clean.state_dict()), done.exact, done.skipped, 0])
+    accelerated(RuinousPairs(bad), folder, stop=done.skipped[-1] + 3)
+    resumed, _, guard = accelerated(RuinousPairs(bad), folder)
+    found.append([equal(model.state_dict(), resumed.state_dict()), len(guard.rewind.rewinds) == 1, done.skipped, 0])
     print(json.dumps(found))
 
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradgate as gg
+from tests.guard.counted import collectives
 from tests.guard.ranks import same_everywhere
 
 
@@ -131,6 +132,33 @@ def ranks_find_the_culprit_together(rank):
     same_everywhere(*[p.detach() for p in model.parameters()])
 
 
+def the_loss_of_a_guard_needs_no_collective_of_its_own(rank):
+    """It is the mean over all ranks already; the loss of one rank is not, and from then on the ranks ask again."""
+    batches = stream(rank)
+    if rank == 1:
+        for batch in batches[31:34]:
+            batch["x"] *= 1e4
+    counts = {}
+    for name in ("guard", "rank"):
+        model, optimizer = build(DistributedDataParallel)
+        guard = gg.Guard(model)
+        rewind = gg.Rewind(model, optimizer, guard, every=6)
+        made = []
+        for batch in rewind.batches(batches):
+            optimizer.zero_grad()
+            result = guard.backward(batch["x"], lambda x, m=model: (m(x) - x.sum(1, keepdim=True)).square().mean())
+            optimizer.step()
+            with collectives() as seen:
+                rewound = rewind.observe(result.loss if name == "guard" else result.loss * 1)
+            made += [] if rewound else seen
+        (done,) = rewind.rewinds
+        assert set(done.skipped) >= {31, 32, 33}
+        counts[name] = len(made)
+        same_everywhere(*[p.detach() for p in model.parameters()])
+    assert counts["guard"] == 0
+    assert counts["rank"] == len(batches) - 1  # and more in the one that goes back
+
+
 def the_first_rank_records_for_all(rank, path=None):
     import tempfile
     from pathlib import Path
@@ -155,5 +183,6 @@ STORIES = [
     shards_resume_in_the_middle_of_a_rewind,
     ranks_without_a_wrapper_go_back_together,
     ranks_find_the_culprit_together,
+    the_loss_of_a_guard_needs_no_collective_of_its_own,
     the_first_rank_records_for_all,
 ]

@@ -121,7 +121,7 @@ class AcceleratedGuard(Guard):
         accelerator, step = self._accelerator, self.global_step
         made, per_step = self._window[0], accelerator.gradient_accumulation_steps
         result = super().backward(batch, loss_fn, ids, scaler=accelerator.scaler, accumulate=per_step)
-        self._losses.append(result.loss)
+        self._losses.append(result.loss if result.stepped else torch.zeros_like(result.loss))
         if accelerator.sync_gradients:
             self._move_to(step + 1, 0, per_step)
         else:
@@ -150,7 +150,7 @@ class AcceleratedGuard(Guard):
         """Observe the step that was just made, unless that is done."""
         if self.rewind is not None and self._losses and self._accelerator.sync_gradients:
             losses, self._losses = self._losses, []
-            self.rewind.observe(torch.stack(losses).mean())
+            self.rewind.observe(losses[0] if len(losses) == 1 else torch.stack(losses).mean())
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         self._observe()  # a checkpoint lies between two steps

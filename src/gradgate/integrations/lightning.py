@@ -255,7 +255,7 @@ class GuardCallback(L.Callback):
             self._log(trainer)
         if self.rewind is not None and self._losses and not trainer.fit_loop._should_accumulate():
             losses, self._losses = self._losses, []
-            self.rewind.observe(torch.stack(losses).mean())
+            self.rewind.observe(losses[0] if len(losses) == 1 else torch.stack(losses).mean())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the counters for callbacks, too.
@@ -358,7 +358,7 @@ class GuardCallback(L.Callback):
             for metric, values in metrics:
                 vars(metric).update(values)
         losses, self._losses = self._losses, []
-        return torch.stack(losses).mean()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def _backward(
         self, module: GuardedModule, batch: Any, function: Callable[[Any], Any], ids: Any = None, accumulate: int = 1
@@ -377,7 +377,7 @@ class GuardCallback(L.Callback):
             tries.put_back()
             raise
         if self.rewind is not None:
-            self._losses.append(result.loss if result.kept else result.loss.nan_to_num())
+            self._losses.append(result.loss if result.stepped else torch.zeros_like(result.loss))
         output = tries.conclude(result, guard, bad=guard._tally.bad_steps > bad)
         if result.kept or not math.isnan(result.loss.item()):
             # The hooks, when the gradients are there: before, nobody knows which of the tries counts.

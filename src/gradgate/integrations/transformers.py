@@ -311,7 +311,7 @@ class GuardedTrainerMixin(_AnyTrainer):
         """Observe the step that was just made, or note the end of the epoch, before anything is logged or saved."""
         losses, self._losses = self._losses, []
         if self.rewind is not None and losses and self.accelerator.sync_gradients:
-            self.rewind.observe(torch.stack(losses).sum())
+            self.rewind.observe(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         elif self.rewind is not None:
             self.rewind._leave()
         super()._maybe_log_save_evaluate(*args, **options)
@@ -337,7 +337,7 @@ class GuardedTrainerMixin(_AnyTrainer):
             self.lr_scheduler.step()
         model.zero_grad()
         losses, self._losses = self._losses, []
-        return torch.stack(losses).sum()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     # --- Logs and checkpoints -------------------------------------------------------------------------------------
 

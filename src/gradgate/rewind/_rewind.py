@@ -36,6 +36,7 @@ from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarni
 from gradgate.ledger import Ledger
 from gradgate.records import Incident
 from gradgate.rewind._snapshots import (
+    Copier,
     StateSnapshot,
     copy_of,
     options_of,
@@ -144,8 +145,8 @@ class Rewind:
             raise ArgumentTypeError(
                 "Rewind(): there is nothing to rewind.", fix="gg.Rewind(model, optimizer)   # and a scheduler, a scaler"
             )
-        self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-        self._ranks = _Ranks.of(self._modules)
+        self._copier = Copier(self._parts)
+        self._ranks = _Ranks.of([part for part in parts if isinstance(part, torch.nn.Module)])
         # While a scaler looks for its scale, gradients overflow: that is no spike.
         self._scaled = any(isinstance(part, torch.amp.GradScaler) and part.is_enabled() for part in parts)
         self.every, self.depth, self.patience, self.lookback = every, max(depth, 2), patience, lookback
@@ -165,6 +166,7 @@ class Rewind:
         self._offset = 0  # where in the timeline the first of them stands
         self._unread: deque[tuple[int, Reading]] = deque()
         self._asked: deque[tuple[int, float, float | None, str, Callable[[], tuple[bool, bool]]]] = deque()
+        self._alike = True  # whether every loss so far was one of all ranks, so that they judge alike
         self._high: int | None = None  # where in the timeline the current run of high observations began
         self._number = 0  # of the next step that is new
         self._open: list[_Given] = []  # batches since the last observation
@@ -369,7 +371,9 @@ class Rewind:
                 norm = None
             reason = self._loss.above("loss", loss) or ("" if norm is None else self._norm.above("gradient norm", norm))
             broken = not math.isfinite(loss) or (norm is not None and not math.isfinite(norm))
-            self._asked.append((where, loss, norm, reason, self._ranks.ask(bool(reason), broken)))
+            self._alike = self._alike and reading.ranks == self._ranks.world_size
+            answer = self._ranks.ask(bool(reason), broken, known=self._alike)
+            self._asked.append((where, loss, norm, reason, answer))
             if not late and (spike := self._judge(*self._asked.popleft())) is not None:
                 return spike
         return None
@@ -418,7 +422,7 @@ class Rewind:
         return self._epoch, self._pulled, state
 
     def _take(self, position: tuple[int, int, Any]) -> None:
-        snapshot = self._spare.pop() if self._spare else StateSnapshot(self._parts)
+        snapshot = self._spare.pop() if self._spare else StateSnapshot(self._copier)
         snapshot.take(self._end, self._steps[-1].number + 1 if self._steps else self._number)
         snapshot.loader, snapshot.levels = position, (self._loss.state(), self._norm.state())
         snapshot.rewinds = 0
@@ -558,7 +562,7 @@ class Rewind:
                 "Rewind.blame(): batches from before the resume are gone.", why="their steps cannot be repeated."
             )
         probes = [*self._healthy, *evidence.innocent]
-        now, base = StateSnapshot(self._parts), StateSnapshot(self._parts)
+        now, base = StateSnapshot(self._copier), StateSnapshot(self._copier)
         now.take(0, 0)
         trials = Trials(
             step_fn,
@@ -629,11 +633,12 @@ class Rewind:
     def _history(self) -> dict[str, Any]:
         """Give what stays valid where loader and snapshots begin anew, as plain values."""
         rewinds = [(one.to_step, list(one.skipped), one.reason, one.exact) for one in self.rewinds]
-        return {"loss": self._loss.state(), "norm": self._norm.state(), "rewinds": rewinds}
+        return {"loss": self._loss.state(), "norm": self._norm.state(), "rewinds": rewinds, "alike": self._alike}
 
     def _load_history(self, state: Mapping[str, Any]) -> None:
         self._loss.load(state["loss"])
         self._norm.load(state["norm"])
+        self._alike = state["alike"]
         self.rewinds = [Rewound(to, tuple(skipped), why, exact) for to, skipped, why, exact in state["rewinds"]]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -666,7 +671,7 @@ class Rewind:
         self._asked.clear()
         self._snapshots, self._spare, self._current, self._left = [], [], None, None
         if state["snapshot"] is not None:
-            self._snapshots.append(StateSnapshot.load(self._parts, state["snapshot"]))
+            self._snapshots.append(StateSnapshot.load(self._copier, state["snapshot"]))
         self._resumed = state
 
     def _resume(self, loader: Iterable[Batch], state: Mapping[str, Any]) -> Iterator[Batch]:
@@ -838,9 +843,9 @@ class _Ranks:
         parameters = (p for module in modules for p in module.parameters())
         return cls(None, next((p.device for p in parameters), torch.device("cpu")))
 
-    def ask(self, high: bool, broken: bool) -> Callable[[], tuple[bool, bool]]:
-        """Ask all processes whether any of them sees a spike; the answer may be taken later."""
-        if self._device is None:
+    def ask(self, high: bool, broken: bool, *, known: bool = False) -> Callable[[], tuple[bool, bool]]:
+        """Ask all processes whether any sees a spike, unless all see the same; the answer may be taken later."""
+        if self._device is None or known:
             return lambda: (high, broken)
         flags = torch.tensor([high, broken], dtype=torch.int32, device=self._device)
         work = distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=self._group, async_op=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,66 @@ from gradgate._torch_private import buffers_of, copy_tensors, local_part, parame
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 
+class Copier:
+    """Copies tensors of parts; on an accelerator to pinned memory, beside the training where that is safe.
+
+    Only an optimizer writes its parameters and its state, so they are copied on a stream of its own. That stream waits
+    for the step before, and the optimizer's next step waits for the copies. Everything else, such as the buffers that
+    a forward pass writes, is copied on the current stream.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._copied: list[tuple[torch.device, torch.Event]] = []  # what the next step of an optimizer waits for
+
+    def copy(self, pairs: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy the second tensor of each pair into the first."""
+        near = [(memory, source) for memory, source in pairs if memory.device == source.device]
+        copy_tensors([memory for memory, _ in near], [local_part(source.detach()) for _, source in near])
+        far = [(memory, source) for memory, source in pairs if memory.device != source.device]
+        for device in dict.fromkeys(source.device for _, source in far):
+            self._copy_to_host(device, [pair for pair in far if pair[1].device == device])
+
+    def _copy_to_host(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        optimizers = [part for part in self.parts if isinstance(part, torch.optim.Optimizer)]
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device=device)
+            for optimizer in optimizers:
+                optimizer.register_step_pre_hook(self._wait)
+        owned = {id(leaf) for o in optimizers for leaf in (*_parameters(o), *tree_flatten(list(o.state.values()))[0])}
+        current, beside = torch.accelerator.current_stream(device), self._streams[device]
+        beside.wait_stream(current)
+        try:
+            for memory, source in sorted(pairs, key=lambda pair: id(pair[1]) in owned):  # the others first
+                local = local_part(source.detach())
+                if id(source) in owned:
+                    torch.accelerator.set_stream(beside)
+                    local.record_stream(beside)
+                memory.copy_(local, non_blocking=True)
+        finally:
+            torch.accelerator.set_stream(current)
+        self._copied.append((device, beside.record_event()))
+
+    def _wait(self, *_: Any) -> None:
+        """Let an optimizer's step wait for the copies, on the device."""
+        for device, copied in self._copied:
+            torch.accelerator.current_stream(device).wait_event(copied)
+        self._copied = []
+
+    def finish(self) -> None:
+        """Wait for the copies, on the host, which is about to read them."""
+        for device in self._streams:
+            torch.accelerator.synchronize(device)
+        self._copied = []
+
+
 class StateSnapshot:
     """A copy of everything that a training step writes; its memory is used again."""
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = parts
-        self._kept: list[Any] = [None] * len(parts)
+    def __init__(self, copier: Copier) -> None:
+        self._copier, self._parts = copier, copier.parts
+        self._kept: list[Any] = [None] * len(self._parts)
         self._sources: dict[int, torch.Tensor] = {}  # what was copied, by the id of the copy
         self._random: dict[str, Any] = {}
         self.where = self.number = self.rewinds = 0
@@ -35,13 +89,14 @@ class StateSnapshot:
         copies = _Copies()
         with torch.no_grad():
             kept = [_copied(_state_of(part), old, copies) for part, old in zip(self._parts, self._kept, strict=True)]
-            copies.fill()
+            self._copier.copy(copies.values())
         self._sources = {id(copied): source for copied, source in copies.values()}
         self._kept, self._random = kept, random_state()
 
     def restore(self) -> None:
         """Write everything back; the copy stays good, so this can be repeated."""
         self.doubts = []
+        self._copier.finish()
         with torch.no_grad():
             for part, kept in zip(self._parts, self._kept, strict=True):
                 if (doubt := _put_back(part, kept, self._sources)) is not None:
@@ -56,6 +111,7 @@ class StateSnapshot:
 
     def state(self) -> dict[str, Any]:
         """Give the snapshot as tensors and plain values."""
+        self._copier.finish()
         own = {"where": self.where, "number": self.number, "rewinds": self.rewinds}
         random = dict(self._random)
         if "numpy" in random:  # torch.load(weights_only=True) refuses its arrays
@@ -64,9 +120,9 @@ class StateSnapshot:
         return {**own, **copy.deepcopy(rest)}
 
     @classmethod
-    def load(cls, parts: Sequence[Any], state: Mapping[str, Any]) -> StateSnapshot:
+    def load(cls, copier: Copier, state: Mapping[str, Any]) -> StateSnapshot:
         """Make a snapshot again."""
-        snapshot, state = cls(parts), copy.deepcopy(dict(state))
+        snapshot, state = cls(copier), copy.deepcopy(dict(state))
         snapshot.where, snapshot.number, snapshot.rewinds = state["where"], state["number"], state["rewinds"]
         snapshot.loader, snapshot.levels = tuple(state["loader"]), tuple(state["levels"])
         snapshot._kept, snapshot._random = state["kept"], state["random"]
@@ -144,11 +200,6 @@ class _Copies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
         super().__init__()
         self.used: set[int] = set()
 
-    def fill(self) -> None:
-        """Copy all values in one call."""
-        with torch.no_grad():
-            copy_tensors([copied for copied, _ in self.values()], [local_part(s.detach()) for _, s in self.values()])
-
 
 def _copied(value: Any, old: Any, copies: _Copies) -> Any:
     """Copy a tree; its tensors are paired with memory (an older copy's where it fits), to be copied in one call."""
@@ -172,7 +223,8 @@ def _copied(value: Any, old: Any, copies: _Copies) -> Any:
 def copy_of(tree: Any) -> Any:
     copies = _Copies()
     copied = _copied(tree, None, copies)
-    copies.fill()
+    for memory, source in copies.values():
+        memory.copy_(local_part(source.detach()))
     return copied
 
 

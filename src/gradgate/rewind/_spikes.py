@@ -25,6 +25,10 @@ class Reading:
     """A loss and a gradient norm that are perhaps still being computed."""
 
     def __init__(self, loss: torch.Tensor | float, norm: torch.Tensor | float | None) -> None:
+        # What a guard gives is the mean over all ranks, the same number on each; gradient norms may differ.
+        self.ranks = 1
+        if norm is None and hasattr(loss, "of_all_ranks"):
+            loss, self.ranks = loss.of_all_ranks
         self._values = [_number(loss, "loss"), None if norm is None else _number(norm, "grad_norm")]
         self.on_host = all(not isinstance(value, torch.Tensor) or value.is_cpu for value in self._values)
 

@@ -248,8 +248,10 @@ class SharedStep:
         like = torch.empty((), dtype=torch.float32) if value is None else value
         count = totals.count if totals.by_total else totals.kept
         mean = totals.loss / count if count else 0.0 if totals.kept else float("nan")
+        loss = torch.full_like(like, mean)
+        loss.__dict__["of_all_ranks"] = mean, self._agreement.world_size  # `Rewind` need not ask the ranks again
         return GuardResult(
-            loss=torch.full_like(like, mean),
+            loss=loss,
             losses=self._outcome.per_sample if kept else None,
             kept=kept,
             dropped=tuple(incident for incident in self._incidents if not incident.transient),
