@@ -17,16 +17,13 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
-from gradgate import _kernels
 from gradgate._kernels import memory
 from gradgate._patches import Patches, to_the_end
 from gradgate._payload import decode, encode, missing_in
@@ -272,66 +269,28 @@ class BufferCopies:
         self._tensors = tensors
         # What is sparse needs a copy with the same elements, not only of the same shape.
         self._copies = [torch.empty_like(t) if t.layout is torch.strided else t.detach().clone() for t in tensors]
-        self._lay_out()
+        self._one_by_one = any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors)
 
     def take(self) -> None:
-        """Copy the tensors as they are now."""
-        if self._were_replaced():
-            pairs = zip(self._copies, self._tensors, strict=True)
-            self._copies = [copy if _alike(copy, tensor) else torch.empty_like(tensor) for copy, tensor in pairs]
-            self._lay_out()
-        if self._plain:
-            _kernels.copy(self._copy_addresses, self._addresses, self._sizes)
-        if self._others:
-            copy_tensors(self._other_copies, self._others)
-        for copy, tensor in self._lazy:
-            copy.copy_(tensor)
+        for number, (copy, tensor) in enumerate(zip(self._copies, self._tensors, strict=True)):
+            if copy.shape != tensor.shape or copy.dtype is not tensor.dtype:  # somebody gave it other memory
+                self._copies[number] = torch.empty_like(tensor)
+        self._copy(self._copies, self._tensors)
 
     def put_back(self) -> None:
-        """Write into the tensors what was copied last, and let autograd see it."""
-        if self._were_replaced():
-            for copy, tensor in zip(self._copies, self._tensors, strict=True):
-                if not _alike(copy, tensor):
-                    tensor.data = copy.clone()
-            self._lay_out()
-        if self._plain:
-            _kernels.copy(self._addresses, self._copy_addresses, self._sizes)
-            increment_version(self._plain)
-        if self._others or self._lazy:
-            with torch.no_grad():
-                copy_tensors(self._others, self._other_copies)
-                for copy, tensor in self._lazy:
-                    tensor.copy_(copy)
-
-    def _were_replaced(self) -> bool:
-        """Tell whether somebody gave a tensor other memory, and perhaps another shape."""
-        if self._addresses != _kernels.addresses(self._plain):
-            return True
-        return any(copy.shape != other.shape for copy, other in zip(self._other_copies, self._others, strict=True))
-
-    def _lay_out(self) -> None:
-        """Sort the tensors by how they are copied: as bytes by one native call, together, or one by one."""
-        plain, others, lazy = list[Pair](), list[Pair](), list[Pair]()
+        """Write into the tensors what was copied last; autograd sees it."""
         for copy, tensor in zip(self._copies, self._tensors, strict=True):
-            if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-                lazy.append((copy, tensor))  # sparse, or only marked as such, it cannot be written to with others
-            elif _kernels.usable(tensor, copy) and tensor.is_contiguous() and _alike(copy, tensor):
-                plain.append((copy, tensor))
-            else:
-                others.append((copy, tensor))
-        tensors, sizes = [tensor for _, tensor in plain], array("q", [tensor.nbytes for _, tensor in plain])
-        addresses, copy_addresses = _kernels.addresses(tensors), _kernels.addresses([copy for copy, _ in plain])
-        other_copies, other_tensors = [copy for copy, _ in others], [tensor for _, tensor in others]
-        # All at once: after an interrupt in between, sizes of one layout would be copied at the addresses of another.
-        self._plain, self._addresses, self._copy_addresses, self._sizes = tensors, addresses, copy_addresses, sizes
-        self._other_copies, self._others, self._lazy = other_copies, other_tensors, lazy
+            if copy.shape != tensor.shape or copy.dtype is not tensor.dtype:
+                tensor.data = copy.clone()
+        with torch.no_grad():
+            self._copy(self._tensors, self._copies)
 
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return copy.shape == tensor.shape and copy.dtype is tensor.dtype
+    def _copy(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+        if self._one_by_one:
+            for one, other in zip(to, source, strict=True):
+                one.copy_(other)
+        else:
+            copy_tensors(to, source)
 
 
 # --- What a step may write ------------------------------------------------------------------------------------------
