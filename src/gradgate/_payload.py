@@ -42,7 +42,6 @@ class Fields(tuple[Any, ...]):
     names: tuple[str, ...]
 
     def __new__(cls, names: Iterable[str], values: Iterable[Any]) -> Fields:
-        """Pair names with values."""
         new = super().__new__(cls, values)
         new.names = tuple(names)
         return new
@@ -145,9 +144,9 @@ class _Writer:
         if names:
             values = [self.node(getattr(value, name, None), depth) for name in names]
             return {"fields": values, "names": names, "class": type(value).__qualname__}
-        for kind in (list, tuple, frozenset, set):
+        for name, kind in _SEQUENCES.items():
             if isinstance(value, kind):
-                return {kind.__name__: [self.node(item, depth) for item in value]}
+                return {name: [self.node(item, depth) for item in value]}
         if hasattr(value, "__array__") and hasattr(value, "dtype"):
             return self.array(value)
         return _missing(value)
@@ -199,11 +198,12 @@ class _Reader:
             return node
         if not node:
             raise ValueError("a part without a kind")
-        kind = next(iter(node))
-        return getattr(self, f"read_{kind}")(node[kind], node)
-
-    def read_missing(self, what: Any, _: Any) -> Missing:
-        return Missing(str(what))
+        kind, value = next(iter(node.items()))
+        if kind in _PLAIN:
+            return _PLAIN[kind](value)
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](self.tree(item) for item in value)
+        return getattr(self, f"read_{kind}")(value, node)
 
     def read_tensor(self, name: Any, node: Any) -> torch.Tensor:
         tensor = self.tensors[name]
@@ -218,48 +218,11 @@ class _Reader:
         array = self.tree(tensor).numpy()
         return array[()] if node["scalar"] else array
 
-    def read_size(self, sizes: Any, _: Any) -> torch.Size:
-        return torch.Size(sizes)
-
-    def read_float(self, text: Any, _: Any) -> float:
-        return float(text)
-
-    def read_int(self, text: Any, _: Any) -> int:
-        return int(text, 16)
-
-    def read_bytes(self, text: Any, _: Any) -> bytes:
-        return base64.b64decode(text, validate=True)
-
-    def read_complex(self, text: Any, _: Any) -> complex:
-        return complex(text)
-
-    def read_path(self, text: Any, _: Any) -> Path:
-        return Path(text)
-
-    def read_dtype(self, name: Any, _: Any) -> torch.dtype:
-        known: dict[str, torch.dtype] = {str(dtype): dtype for dtype in _DTYPES}
-        return known[name]
-
-    def read_device(self, name: Any, _: Any) -> torch.device:
-        return torch.device(name)
-
     def read_dict(self, pairs: Any, _: Any) -> dict[Any, Any]:
         return {self.tree(key): self.tree(item) for key, item in pairs}
 
-    def read_list(self, items: Any, _: Any) -> list[Any]:
-        return [self.tree(item) for item in items]
-
-    def read_tuple(self, items: Any, _: Any) -> tuple[Any, ...]:
-        return tuple(self.read_list(items, None))
-
-    def read_set(self, items: Any, _: Any) -> set[Any]:
-        return set(self.read_list(items, None))
-
-    def read_frozenset(self, items: Any, _: Any) -> frozenset[Any]:
-        return frozenset(self.read_list(items, None))
-
     def read_fields(self, items: Any, node: Any) -> Any:
-        names, values = [str(name) for name in node["names"]], self.read_list(items, None)
+        names, values = [str(name) for name in node["names"]], [self.tree(item) for item in items]
         kind = self.classes.get(node["class"])
         if len(names) != len(values):
             raise ValueError("fields without names")
@@ -291,6 +254,22 @@ _LEAVES: tuple[tuple[Any, str, Callable[[Any], str]], ...] = (
     (PurePath, "path", str),
     (complex, "complex", str),
 )
+
+
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "frozenset": frozenset, "set": set}
+
+# How leaves are read.
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "missing": lambda what: Missing(str(what)),
+    "size": torch.Size,
+    "float": float,
+    "int": lambda text: int(text, 16),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "complex": complex,
+    "path": Path,
+    "dtype": {str(dtype): dtype for dtype in _DTYPES}.__getitem__,
+    "device": torch.device,
+}
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradgate._checks import wrong_type, wrong_value
 from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
-from gradgate._names import describe, listed
+from gradgate._names import listed
 from gradgate._state import TrainingState, capture, divide_gradients
 from gradgate._torch_private import (
     add_tensors,
@@ -27,7 +28,7 @@ from gradgate._torch_private import (
     tree_unflatten,
 )
 from gradgate._trees import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids, with_own_containers
-from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, TooManyBadSamples
+from gradgate.errors import ArgumentValueError, GradgateError, TooManyBadSamples
 from gradgate.guard._clip import ClippedTrial, check_clipping, checked_clip
 from gradgate.guard._parts import OutOfMemory, StepInParts
 from gradgate.guard._result import (
@@ -155,8 +156,7 @@ class Guard:
         del self._arguments["self"]
         check_numbers(max_bad=max_bad, patience=patience, min_kept=min_kept)
         check_layout(batch_dim, shared)
-        check_sink(sink)
-        check_log(log)
+        check_takers(sink, log)
         given = checked_modules(model)
         self._modules = list(map(unwrapped, given))
         self._catch = checked_catch(catch)
@@ -754,31 +754,22 @@ def _can_hold(dtype: torch.dtype, value: float) -> bool:
 
 
 def checked_modules(model: Any) -> list[torch.nn.Module]:
-    """Give the modules to guard as a list."""
     modules = [model] if isinstance(model, torch.nn.Module) else list(model) if isinstance(model, Iterable) else []
     if modules and all(isinstance(module, torch.nn.Module) for module in modules):
         return modules
-    raise ArgumentTypeError(
-        f"Guard(): `model` is {describe(model)}.",
-        why="the guard puts back the buffers and gradients of the modules that a step runs.",
-        fix="gg.Guard(model)   # or gg.Guard([encoder, head])",
-    )
+    why = "the guard puts back the buffers and gradients of the modules that a step runs."
+    raise wrong_type(model, "model", "Guard", why, "gg.Guard(model)   # or gg.Guard([encoder, head])")
 
 
 def checked_catch(catch: Any) -> Catch:
-    """Give the exceptions to catch as a tuple."""
     kinds = catch if isinstance(catch, tuple) else (catch,)
     if kinds and all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
         return kinds
-    raise ArgumentTypeError(
-        f"Guard(): `catch` is {describe(catch)}.",
-        why="it lists the exceptions that may be blamed on a sample.",
-        fix="gg.Guard(model, catch=(ValueError, RuntimeError))",
-    )
+    why = "it lists the exceptions that may be blamed on a sample."
+    raise wrong_type(catch, "catch", "Guard", why, "gg.Guard(model, catch=(ValueError, RuntimeError))")
 
 
 def check_numbers(*, max_bad: float, patience: int, min_kept: int) -> None:
-    """Make sure that the numbers are in range."""
     for name, value, good, range_, fix in (
         ("max_bad", max_bad, 0 <= max_bad <= 1, "a share of the batch, from 0 to 1", "max_bad=0.5"),
         ("patience", patience, patience >= 1, "a number of steps, 1 or more", "patience=20"),
@@ -791,14 +782,10 @@ def check_numbers(*, max_bad: float, patience: int, min_kept: int) -> None:
 
 
 def checked_out_of_memory(given: Any, one_process: bool) -> OutOfMemory:
-    """Give what happens where memory is short."""
     choices: tuple[OutOfMemory, ...] = ("raise", "split", "skip")
     if given not in choices:
-        raise ArgumentValueError(
-            f"Guard(): `out_of_memory` is {describe(given)}.",
-            why=f"it is one of {', '.join(map(repr, choices))}.",
-            fix='Guard(model, out_of_memory="split")',
-        )
+        why = f"it is one of {', '.join(map(repr, choices))}."
+        raise wrong_value(given, "out_of_memory", "Guard", why, 'Guard(model, out_of_memory="split")')
     if given != "raise" and not one_process:
         raise ArgumentValueError(
             f"Guard(): `out_of_memory` is {given!r}, and several ranks share the model.",
@@ -809,7 +796,6 @@ def checked_out_of_memory(given: Any, one_process: bool) -> OutOfMemory:
 
 
 def check_layout(batch_dim: Any, shared: Any) -> None:
-    """Make sure that dimensions and keys are such."""
     for dim in batch_dim.values() if isinstance(batch_dim, Mapping) else (batch_dim,):
         if not isinstance(dim, int) or dim < 0:
             raise ArgumentValueError(
@@ -818,28 +804,15 @@ def check_layout(batch_dim: Any, shared: Any) -> None:
                 fix='Guard(model, batch_dim=0)   # or batch_dim={"position_ids": 1}',
             )
     if isinstance(shared, str) or not isinstance(shared, Iterable):
-        raise ArgumentTypeError(
-            f"Guard(): `shared` is {describe(shared)}.",
-            why="it lists the keys of a batch that are not per sample.",
-            fix=f"Guard(model, shared=({shared!r},))",
-        )
+        why = "it lists the keys of a batch that are not per sample."
+        raise wrong_type(shared, "shared", "Guard", why, f"Guard(model, shared=({shared!r},))")
 
 
-def check_sink(sink: Any) -> None:
-    """Make sure that a sink can take incidents."""
+def check_takers(sink: Any, log: Any) -> None:
     if sink is not None and not isinstance(sink, Sink):
-        raise ArgumentTypeError(
-            f"Guard(): `sink` is {describe(sink)}.",
-            why="a sink takes incidents with `record_many(incidents, payloads=None)`.",
-            fix='gg.Guard(model, ledger="run.ledger")',
-        )
-
-
-def check_log(log: Any) -> None:
-    """Make sure that a logger can be called."""
+        why = "a sink takes incidents with `record_many(incidents, payloads=None)`."
+        raise wrong_type(sink, "sink", "Guard", why, 'gg.Guard(model, ledger="run.ledger")')
     if log is not None and not callable(log):
-        raise ArgumentTypeError(
-            f"Guard(): `log` is {describe(log)}.",
-            why="it is called with a tag, a value and a step.",
-            fix="gg.Guard(model, log=writer.add_scalar)   # writer = torch.utils.tensorboard.SummaryWriter()",
-        )
+        why = "it is called with a tag, a value and a step."
+        fix = "gg.Guard(model, log=writer.add_scalar)   # writer = torch.utils.tensorboard.SummaryWriter()"
+        raise wrong_type(log, "log", "Guard", why, fix)

@@ -11,14 +11,14 @@ compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from gradgate._state import random_state, set_random_state
 from gradgate._trees import Ids, with_own_containers
-from gradgate.guard._result import GuardResult, Tally, hand_over, log
+from gradgate.guard._result import GuardResult, Tally, hand_over, incident_of, log, mean_of
 from gradgate.guard._trial import LossFunction, Scaler, StepFault, is_out_of_memory
 from gradgate.records import Incident
 
@@ -28,15 +28,6 @@ if TYPE_CHECKING:
 OutOfMemory = Literal["raise", "split", "skip"]
 _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """How far apart two equal losses may be, as a share of them; 1e-2 in lower precisions."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """What a part has contributed."""
-
-    first_row: int
-    result: GuardResult
-    tally: Tally
 
 
 class StepInParts:
@@ -61,15 +52,7 @@ class StepInParts:
             if not is_out_of_memory(error):
                 raise
             fault = StepFault.raised(error)
-            incident = Incident(
-                stage=fault.stage,
-                cause="out of memory",
-                exception_type=fault.exception_type,
-                message=fault.message,
-                where=fault.where,
-                transient=True,
-                **guard._common(),
-            )
+            incident = replace(incident_of(fault, guard._common(), {}), cause="out of memory")
             failed = error.with_traceback(None)  # it holds the activations
             del fault
         self._batch = untouched
@@ -103,7 +86,8 @@ class StepInParts:
         names = guard._ids_of(self._batch, size, self._ids)
         expected = self._whole_loss()
         waiting = [range(size // 2), range(size // 2, size)]
-        parts: list[_Part] = []
+        parts: list[tuple[int, GuardResult]] = []
+        window: torch.Tensor | None = None
         sums: dict[torch.Tensor, torch.Tensor] = {}
         while waiting:
             rows = waiting.pop(0)
@@ -118,12 +102,12 @@ class StepInParts:
                 error.with_traceback(None)
                 waiting[:0] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
                 continue
-            parts.append(_Part(rows.start, result, guard._tally))
-            self._add(sums, 1 if self._gave_total(before) else len(result.kept))
-        return self._joined(parts, sums, incident, before, size, expected)
-
-    def _gave_total(self, before: Tally) -> bool:
-        return self._guard._tally.window is not before.window
+            parts.append((rows.start, result))
+            if (total := guard._tally.window) is not None and total is not before.window:
+                total = total if before.window is None else total - before.window
+                window = total if window is None else window + total
+            self._add(sums, 1 if total is not before.window else len(result.kept))
+        return self._joined(parts, sums, window, incident, before, size, expected)
 
     def _add(self, sums: dict[torch.Tensor, torch.Tensor], weight: int) -> None:
         """Set the gradients of a part aside."""
@@ -135,47 +119,45 @@ class StepInParts:
 
     def _joined(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[tuple[int, GuardResult]],
         sums: dict[torch.Tensor, torch.Tensor],
+        window: torch.Tensor | None,
         incident: Incident,
         before: Tally,
         size: int,
         expected: torch.Tensor | None,
     ) -> GuardResult:
-        guard = self._guard
-        kept = [part.first_row + row for part in parts for row in part.result.kept]
-        totals = [part.tally.window for part in parts if part.tally.window is not before.window]
-        window = None
-        if totals:
-            base = 0 if before.window is None else before.window
-            window = torch.stack([total - base for total in totals if total is not None]).sum(0)
-            loss = (window[0] / window[1]).nan_to_num(0.0, 0.0, 0.0).to(parts[0].result.loss.dtype)
+        guard, results = self._guard, [result for _, result in parts]
+        kept = [first_row + row for first_row, result in parts for row in result.kept]
+        some = [result for result in results if result.kept]
+        if window is not None:
+            loss = mean_of(window, results[0].loss)
+        elif some:
+            loss = torch.stack([result.loss * len(result.kept) for result in some]).sum() / len(kept)
         else:
-            some = [part.result for part in parts if part.result.kept]
-            weighted = [result.loss * len(result.kept) for result in some]
-            loss = torch.stack(weighted).sum() / len(kept) if some else torch.tensor(float("nan"))
+            loss = torch.tensor(float("nan"))
         for parameter, total in sums.items():
-            parameter.grad = total if totals else total / len(kept)
-        reasons = [part.result.reason for part in parts if part.result.reason]
+            parameter.grad = total / len(kept) if window is None else total
+        reasons = [result.reason for result in results if result.reason]
         if len(kept) == size and (reason := _difference(expected, loss)):
             reasons.append(reason)
         elif len(kept) < size:
             reasons.append("the batch was split, so the step without the bad samples is equal up to rounding at best")
-        sizes = [len(part.result.kept) + len(part.result.dropped) for part in parts]
+        sizes = [len(result.kept) + len(result.dropped) for result in results]
         incident = self._record(incident, {"batch": size, "parts": sizes, "exact": not reasons})
-        dropped = tuple(one for part in parts for one in part.result.dropped)
-        transient = (incident, *(one for part in parts for one in part.result.transient))
-        losses = [part.result.losses for part in parts if part.result.kept]
+        dropped = tuple(one for result in results for one in result.dropped)
+        transient = (incident, *(one for result in results for one in result.transient))
+        losses = [result.losses for result in some if result.losses is not None]
         guard._tally = before.after_step(size, bad=bool(dropped), incidents=(*dropped, *transient), sums=window)
         return GuardResult(
             loss=loss,
-            losses=torch.cat([one for one in losses if one is not None]) if losses and losses[0] is not None else None,
+            losses=torch.cat(losses) if losses else None,
             kept=kept,
             dropped=dropped,
             exact=not reasons,
             reason="; ".join(dict.fromkeys(reasons)),
             transient=transient,
-            clipped=sum(part.result.clipped for part in parts),
+            clipped=sum(result.clipped for result in results),
         )
 
     def _whole_loss(self) -> torch.Tensor | None:

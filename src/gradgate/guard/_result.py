@@ -36,18 +36,14 @@ def incident_table(incidents: Sequence[Incident]) -> str:
         row  sample  stage  cause            where  what
         3    -       loss   non-finite loss  -      inf
     """
-    head: tuple[str, ...] = ("row", "sample", "stage", "cause", "where", "what")
-    lines = [_cells(incident) for incident in incidents[:SHOWN]]
-    if any(incident.world_size > 1 for incident in incidents):
-        head = ("rank", *head)
-        lines = [(str(one.rank), *cells) for one, cells in zip(incidents[:SHOWN], lines, strict=True)]
-    table = text_table(head, lines)
+    ranks = any(incident.world_size > 1 for incident in incidents)
+    head = ("rank",) * ranks + ("row", "sample", "stage", "cause", "where", "what")
+    table = text_table(head, [(str(one.rank),) * ranks + _cells(one) for one in incidents[:SHOWN]])
     more = len(incidents) - SHOWN
     return f"{table}\n... and {more} more" if more > 0 else table
 
 
 def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Write lines under a heading in columns."""
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     written = (
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [head, *lines]
@@ -134,20 +130,17 @@ class GuardResult:
 
     @property
     def loss(self) -> torch.Tensor:
-        """The mean loss over the kept samples, detached, 0-dim."""
         self._loss.__dict__.update(_LOSS_HAS)
         return self._loss
 
     @property
     def kept(self) -> list[int]:
-        """The rows that took part; index with it: `batch[result.kept]`."""
         if not isinstance(self._kept, list):
             self._kept = list(self._kept)
         return self._kept
 
     @property
     def stepped(self) -> bool:
-        """Whether the optimizer, and a scheduler with it, should step: a sample was kept, on any rank."""
         return len(self._kept) > 0 or not self._loss.isnan().item()
 
     def __repr__(self) -> str:
@@ -281,15 +274,8 @@ class Tally:
         )
 
     def summary(self) -> Summary:
-        """Give the counts for people."""
-        return Summary(
-            steps=self.steps,
-            samples=self.samples,
-            bad_steps=self.bad_steps,
-            dropped=self.dropped,
-            transient=self.transient,
-            causes=dict(self.causes),
-        )
+        counts = self.steps, self.samples, self.bad_steps, self.dropped, self.transient
+        return Summary(*counts, causes=dict(self.causes))
 
     def state_dict(self) -> dict[str, Any]:
         """Give the counts as plain values; a window that is open ends with its gradients, which no checkpoint has."""
@@ -297,7 +283,6 @@ class Tally:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Tally:
-        """Make the counts again."""
         expected = {entry.name for entry in fields(cls)} - _OF_WINDOW
         if set(state) != expected:
             raise ArgumentValueError(
@@ -320,7 +305,6 @@ class Wishes:
 
     @classmethod
     def of(cls, sinks: Sequence[Sink], payload: bool) -> Wishes:
-        """Ask those who keep incidents."""
         ledgers = [sink for sink in sinks if isinstance(sink, Ledger)]
         samples = [ledger.payload_limit for ledger in ledgers if payload or ledger.payload]
         if payload and len(ledgers) < len(sinks):
@@ -330,7 +314,6 @@ class Wishes:
 
 
 def log(incidents: Iterable[Incident]) -> None:
-    """Write incidents to the log, one line each."""
     for incident in incidents:
         log_line(incident_line(incident))
 
@@ -367,29 +350,17 @@ class IncidentRecorder:
     _paths: dict[torch.nn.Module, str] = field(default_factory=dict, init=False)
 
     def dropped(self, drops: Iterable[Dropped]) -> tuple[Incident, ...]:
-        """Make the incidents of rows that were dropped, in the order of the rows."""
         return tuple(self._incident(drop) for drop in sorted(drops, key=lambda drop: drop.row))
 
     def transient(self, faults: Iterable[StepFault]) -> tuple[Incident, ...]:
         """Make the incidents of faults that did not come again: nobody's, so without a row."""
+        details = {"batch": self.size, "tried": "the same batch once more under the same state"}
         return tuple(
-            Incident(
-                **self.common,
-                stage=fault.stage,
-                cause=fault.cause,
-                exception_type=fault.exception_type,
-                message=fault.message,
-                where=fault.where,
-                module=self._path(fault.module),
-                loss=fault.loss,
-                transient=True,
-                details={"batch": self.size, "tried": "the same batch once more under the same state"},
-            )
+            replace(incident_of(fault, self.common, details), module=self._path(fault.module), loss=fault.loss)
             for fault in faults
         )
 
     def samples(self, incidents: Sequence[Incident], limit: int) -> dict[str, bytes] | None:
-        """Give the samples themselves as bytes."""
         rows = {one.id: one.row - self.first_row for one in incidents if one.row is not None}
         return {
             name: encode(self.reader.select(self.batch, [row], self.size), limit=limit) for name, row in rows.items()
@@ -433,6 +404,20 @@ class IncidentRecorder:
         return self._paths[module]
 
 
+def incident_of(fault: StepFault, common: dict[str, Any], details: dict[str, Any]) -> Incident:
+    """Make the incident of a fault for which nobody is dropped."""
+    return Incident(
+        **common,
+        stage=fault.stage,
+        cause=fault.cause,
+        exception_type=fault.exception_type,
+        message=fault.message,
+        where=fault.where,
+        transient=True,
+        details=details,
+    )
+
+
 # --- Refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +429,6 @@ def refused(incidents: Sequence[Incident], *, too_many: bool) -> tuple[Incident,
 
 
 def refuse_share(incidents: Sequence[Incident], bad: int, total: int, max_bad: float) -> NoReturn:
-    """Refuse a step with too many bad samples."""
     raise TooManyBadSamples(
         f"Guard: {bad} of {total} samples are bad:\n{incident_table(incidents)}",
         why=f"more than max_bad={max_bad:g} of a batch points to the code or the weights.",
@@ -454,7 +438,6 @@ def refuse_share(incidents: Sequence[Incident], bad: int, total: int, max_bad: f
 
 
 def refuse_row(incidents: Sequence[Incident], in_a_row: int, patience: int) -> NoReturn:
-    """Refuse one bad step too many."""
     raise TooManyBadSamples(
         f"Guard: {in_a_row} steps in a row had bad samples, lastly:\n{incident_table(incidents)}",
         why=f"patience={patience} bad steps in a row point to something that does not pass by itself.",

@@ -10,6 +10,7 @@ import re
 import sys
 import types
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -126,7 +127,6 @@ class Outsiders:
         self.forget()
 
     def forget(self) -> None:
-        """FreezeState on to nothing after a step."""
         self._marks: dict[torch.nn.Module, Marks] = {}
         self._found: dict[torch.nn.Module, str] = {}
 
@@ -193,9 +193,8 @@ class Outsiders:
         tops = self._tops(modules)
         contained = {inner for top in tops for inner in top.modules()}
         inside = [root for root in self._roots if root not in contained and self._runs(root)]
-        named = [self._names.get(root) or "model" for root in inside] + [
-            self._names.get(top) or "other" for top in tops
-        ]
+        named = [self._names.get(root) or "model" for root in inside]
+        named += [self._names.get(top) or "other" for top in tops]
         return f"gg.Guard({named[0]})" if len(named) == 1 else f"gg.Guard([{', '.join(dict.fromkeys(named))}])"
 
     def _runs(self, root: torch.nn.Module) -> bool:
@@ -212,11 +211,8 @@ def _marks(module: torch.nn.Module) -> Marks:
 
 Cause = Literal["exception", "non-finite loss", "non-finite gradient", "non-finite output"]
 
-NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
-FATAL = (*NO_MEMORY, torch.AcceleratorError, OtherRankError)
-# torch says these with a plain RuntimeError: the machine has no memory left, or the device is beyond repair.
+# torch says this with a plain RuntimeError, too.
 NO_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-FATAL_TEXTS = (*NO_MEMORY_TEXTS, "device-side assert")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -246,18 +242,14 @@ class StepFault:
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The innermost module that the exception came through."""
         return None if self.call is None else self.call.module
 
     @property
     def exception_type(self) -> str | None:
-        """The class of the exception with its module, as `package.Error`; Python's own without it."""
-        kind = type(self.error)
-        return None if self.error is None else class_name(kind)
+        return None if self.error is None else class_name(type(self.error))
 
     @property
     def message(self) -> str:
-        """What the exception or the check said, in one text."""
         if self.error is not None:
             return text_of(self.error)
         return f"{self.cause}: {self.loss}" if self.cause == "non-finite loss" else self.cause
@@ -269,17 +261,17 @@ class StepFault:
 
 
 def must_pass(error: BaseException) -> bool:
-    """Tell whether an exception is never blamed on a sample, whatever `catch` says."""
-    if not isinstance(error, Exception) or isinstance(error, FATAL):
-        return True
-    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in FATAL_TEXTS)
+    """Return whether an exception is never blamed on a sample, whatever `catch` says."""
+    fatal = not isinstance(error, Exception) or isinstance(error, (torch.AcceleratorError, OtherRankError))
+    return fatal or is_out_of_memory(error) or _says(error, "device-side assert")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception says that there is no memory left."""
-    if isinstance(error, NO_MEMORY):
-        return True
-    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in NO_MEMORY_TEXTS)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _says(error, *NO_MEMORY_TEXTS)
+
+
+def _says(error: BaseException, *texts: str) -> bool:
+    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in texts)
 
 
 # --- What to say about them -----------------------------------------------------------------------------------------
@@ -353,15 +345,6 @@ def _adapted(function: Callable[..., Any], signature: inspect.Signature, batch: 
     elif isinstance(batch, dict) and _fits(signature, **batch):
         given = "**batch"
     return given and f"guard.backward(batch, lambda batch: loss_fn({given}))"
-
-
-def refuse_own_backward() -> None:
-    """Refuse a loss function that has made gradients before the guard did."""
-    raise ArgumentTypeError(
-        "Guard.backward(): `loss_fn` calls backward() itself.",
-        why="the guard does that with the loss that is returned; gradients would be there twice.",
-        fix="return loss   # without loss.backward() before it",
-    )
 
 
 def refuse_foreign_loop() -> None:
@@ -481,11 +464,9 @@ NO_LOSS: Any = object()
 class Scaler(Protocol):
     """What the guard needs of `torch.amp.GradScaler`."""
 
-    def scale(self, outputs: torch.Tensor, /) -> torch.Tensor:
-        """Multiply a loss by the scale."""
+    def scale(self, outputs: torch.Tensor, /) -> torch.Tensor: ...
 
-    def is_enabled(self) -> bool:
-        """Tell whether there is a scale at all."""
+    def is_enabled(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -516,48 +497,39 @@ class Outcome:
         return None if self.count is None else torch.stack([self.value.detach().double(), self.count])
 
 
-class Trial(Protocol):
+class Trial(ABC):
     """A try that can be made again and again."""
 
     runs_backward: bool
-    catch: Catch
+    function: Callable[[Any], Any]
 
+    def __init__(self, catch: Catch) -> None:
+        self.catch = catch
+        self._faults: list[StepFault] = []
+
+    @abstractmethod
     def forward(self, batch: Any, size: int) -> Outcome:
-        """Run the user's code and judge its result, without walking back."""
+        """Run the user's code and judge its result, without a backward pass."""
 
     def run(self, batch: Any, size: int) -> Outcome:
         """Run it as the step does."""
+        return self.forward(batch, size)
 
     def let_go(self, *, but: Collection[StepFault | None]) -> None:
-        """Drop the tracebacks of faults so far: they hold what the user's code held when it failed."""
-
-    @property
-    def function(self) -> Callable[[Any], Any]:
-        """The user's code."""
-
-
-class _Catching:
-    """Keeps the faults that were caught, to let go of what they hold."""
-
-    catch: Catch
-    _faults: list[StepFault]
-
-    def let_go(self, *, but: Collection[StepFault | None]) -> None:
-        """Drop the tracebacks of faults so far, except of some, which would keep activations alive."""
+        """Drop the tracebacks of faults so far, except of some: they hold what the user's code held when it failed."""
         for fault in self._faults:
             if fault.error is not None and fault not in but:
                 fault.error.with_traceback(None)  # also where the class lets nobody set an attribute
         self._faults.clear()
 
     def _fault(self, error: BaseException, stage: Stage | None = None) -> StepFault:
-        """Make a fault of an exception that was caught."""
         end_checkpoints(error.__traceback__)
         fault = StepFault.raised(error, stage)
         self._faults.append(fault)
         return fault
 
 
-class LossTrial(_Catching):
+class LossTrial(Trial):
     """The tries of `Guard.backward`: a loss function, and backward."""
 
     runs_backward = True
@@ -571,9 +543,8 @@ class LossTrial(_Catching):
         scaler: Scaler | None = None,
         accumulate: int = 1,
     ) -> None:
+        super().__init__(catch)
         self.function = function
-        self.catch = catch
-        self._faults = []
         self.scaler = scaler
         self.accumulate = accumulate
         self._state = state
@@ -583,7 +554,6 @@ class LossTrial(_Catching):
         self.weight = 1.0
 
     def forward(self, batch: Any, size: int) -> Outcome:
-        """Run the loss function and look at the loss."""
         outcome = self._call(batch, size)
         if outcome.fault is None and not outcome.skipped and not math.isfinite(number := outcome.judged.item()):
             self._blame_loss(outcome, number, size)
@@ -630,7 +600,11 @@ class LossTrial(_Catching):
             return Outcome()
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
         if (self.first or not isinstance(value, torch.Tensor)) and self._state.has_own_gradients():
-            refuse_own_backward()
+            raise ArgumentTypeError(
+                "Guard.backward(): `loss_fn` calls backward() itself.",
+                why="the guard does that with the loss that is returned; gradients would be there twice.",
+                fix="return loss   # without loss.backward() before it",
+            )
         count = None
         if type(value) is tuple and len(value) == 2 and isinstance(value[0], torch.Tensor):
             value, count = value[0], _counted(*value)
@@ -643,7 +617,7 @@ class LossTrial(_Catching):
         if value.is_complex():
             raise ArgumentTypeError(
                 f"Guard.backward(): `loss_fn` returned {describe(value)}.",
-                why="a loss is made smaller, and complex numbers have no order.",
+                why="a loss is minimised, and complex numbers have no order.",
                 fix="return loss.abs()   # or loss.real",
             )
         if value.dim() == 0:
@@ -677,19 +651,17 @@ def _counted(total: torch.Tensor, count: Any) -> torch.Tensor:
     return torch.as_tensor(count, dtype=torch.float64, device=total.device).detach().reshape(())
 
 
-class OutputTrial(_Catching):
+class OutputTrial(Trial):
     """The tries of `Guard.forward`: any function of a batch whose outputs have one row for each sample."""
 
     runs_backward = False
 
     def __init__(self, function: Callable[[Any], Any], catch: Catch, batch_dim: int) -> None:
+        super().__init__(catch)
         self.function = function
-        self.catch = catch
-        self._faults = []
         self._batch_dim = batch_dim
 
     def forward(self, batch: Any, size: int) -> Outcome:
-        """Run the function and look at its outputs."""
         try:
             outcome = Outcome(None, self.function(batch))
         except self.catch as error:
@@ -700,7 +672,3 @@ class OutputTrial(_Catching):
         if outcome.bad_rows:
             outcome.fault = StepFault("non-finite output", "forward")
         return outcome
-
-    def run(self, batch: Any, size: int) -> Outcome:
-        """Run it as `forward` does: there is no way back."""
-        return self.forward(batch, size)
