@@ -14,17 +14,14 @@ from gradgate.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
 
 
 def wrong_type(value: object, name: str, function: str, why: str, fix: str) -> ArgumentTypeError:
-    """Give the error for an argument of the wrong kind."""
     return ArgumentTypeError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
 
 
 def wrong_value(value: object, name: str, function: str, why: str, fix: str) -> ArgumentValueError:
-    """Give the error for an argument of the right kind that does not fit."""
     return ArgumentValueError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
 
 
 def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
-    """Make sure that an argument is a tensor."""
     if isinstance(value, torch.Tensor):
         return value
     raise ArgumentTypeError(
@@ -35,7 +32,6 @@ def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
 
 
 def check_module(value: Any, *, name: str, function: str) -> torch.nn.Module:
-    """Make sure that an argument is a module."""
     if isinstance(value, torch.nn.Module):
         return value
     raise ArgumentTypeError(

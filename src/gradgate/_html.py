@@ -38,17 +38,7 @@ def html_table(
     tones: Sequence[str] = (),
     total: int | None = None,
 ) -> str:
-    """Write a title and a table; every text is escaped.
-
-    Args:
-        title: The line above the table.
-        columns: The heads.
-        rows: The cells, nothing for None; lines of a cell stay lines.
-        tones: For each row, the colour of its first cell: "bad", "warn", "good", "info" or none.
-        total: How many rows there are, if more than are given.
-
-    Returns:
-        HTML that stands by itself.
+    """Write a title and a table as HTML; `tones` are colours of the first cells: "bad", "warn", "good", "info" or "".
 
     Examples:
         >>> html_table("one", ["id"], [["<b>"]]).partition("</style>")[2]

@@ -7,10 +7,11 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import lru_cache
 from itertools import islice
+from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -87,32 +88,22 @@ def nearest_line(lines: Iterable[Line]) -> Line | None:
 
 def raising_line(traceback: TracebackType | None) -> str | None:
     """Return the innermost line of the user's code that an exception passed through, as "path.py:12"."""
-    lines = []
-    while traceback is not None:
-        lines.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    chosen = nearest_line(reversed(lines))
+    chosen = nearest_line(reversed(_lines_of(traceback)))
     return None if chosen is None else written(chosen)
 
 
 def raising_spot(traceback: TracebackType | None) -> Line | None:
     """Return the innermost line of any code, to compare the origins of two exceptions."""
-    spot = None
-    while traceback is not None:
-        spot = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-        traceback = traceback.tb_next
-    return spot
+    return next(reversed(_lines_of(traceback)), None)
+
+
+def _lines_of(traceback: TracebackType | None) -> list[Line]:
+    return [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback)]
 
 
 def running_line() -> Line | None:
     """Return the innermost line of the user's code that is running now."""
-    return nearest_line(_lines_from(sys._getframe(1)))
-
-
-def _lines_from(frame: FrameType | None) -> Iterator[Line]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
+    return nearest_line((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1)))
 
 
 def definition_line(function: Callable[..., Any]) -> str | None:
@@ -133,22 +124,18 @@ class Location(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The file as Python knows it."""
         return self.code.co_filename
 
     @property
     def line(self) -> int:
-        """The line number."""
         return _span(self)[0]
 
     @property
     def text(self) -> str:
-        """The location as "path.py:12"."""
         return written((self.file, self.line))
 
     @property
     def source(self) -> str:
-        """The text of the line."""
         return linecache.getline(self.file, self.line).strip()
 
     @property
@@ -176,12 +163,10 @@ class SourceLine(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The line as "path.py:12"."""
         return written(self)
 
     @property
     def source(self) -> str:
-        """The text of the line."""
         return linecache.getline(self.file, self.line).strip()
 
     @property

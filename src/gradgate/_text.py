@@ -20,14 +20,7 @@ _LONGEST = 2_000
 
 
 def visible(value: object, *, lines: bool = False) -> str:
-    r"""Give a value as text in which every character shows, as an escape where it would not.
-
-    Args:
-        value: The text, or anything that has one.
-        lines: Keep the ends of lines and tabs.
-
-    Returns:
-        Printable text.
+    r"""Give a value as text in which every character shows, as an escape where it would not; `lines` keeps line ends.
 
     Examples:
         >>> print(visible("img\x1b[2J\u202e.png\n"))

@@ -25,7 +25,6 @@ import threading
 import types
 from asyncio import _get_running_loop as running_loop
 from collections.abc import AsyncGenerator, Callable, Generator
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -42,8 +41,8 @@ __all__ = ["carry_mode", "grad_mode"]
 # --- What is to be restored -----------------------------------------------------------------------------------------
 
 
-Entry = tuple[bool, bool, object]
-"""Whether autograd recorded before, whether the mode entered is locked, and that mode (None for a strand's own)."""
+Entry = tuple[bool, bool]
+"""Whether autograd recorded before, and whether the mode entered is locked."""
 
 
 class _Current(threading.local):
@@ -105,15 +104,9 @@ def _follow_locks() -> None:
 
 
 class Strand:
-    """One flow of execution: entered when it goes on, left when it pauses.
+    """One flow of execution: entered when it goes on, left when it pauses."""
 
-    `loop` is the event loop that it last went on in, if any: a task of a loop further in is not inside this strand.
-
-    Args:
-        recording: Whether autograd records when it first runs.
-        entries: The entries that it starts with.
-        locked: Whether it is in a lock whenever it runs.
-    """
+    # `loop` is the event loop that it last went on in, if any: a task of a loop further in is not inside this strand.
 
     __slots__ = ("_around", "_locked", "_outer", "_own", "loop")
 
@@ -210,15 +203,7 @@ DEFERRED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 def in_scope(scope: _Scope, fn: Function) -> Function:
-    """Wrap a function of any kind so that its body runs in the mode.
-
-    Args:
-        scope: The mode.
-        fn: A function, generator function, `async def`, async generator function, or any other callable.
-
-    Returns:
-        A function of the same kind.
-    """
+    """Wrap a function of any kind so that its body runs in the mode."""
     if inspect.iscoroutinefunction(fn):
         return _coroutine_in(scope, fn)
     if inspect.isasyncgenfunction(fn):
@@ -236,15 +221,7 @@ def in_scope(scope: _Scope, fn: Function) -> Function:
 
 
 def drive(scope: _Scope, deferred: Any) -> Any:
-    """Run a generator, a coroutine or an async generator in the mode, step by step.
-
-    Args:
-        scope: The mode.
-        deferred: One of the kinds in DEFERRED.
-
-    Returns:
-        One of the same kind.
-    """
+    """Run a generator, a coroutine or an async generator in the mode, step by step."""
     kinds = {types.GeneratorType: _generator_in, types.CoroutineType: _coroutine_in}
     wrap = kinds.get(type(deferred), _async_generator_in)
     return wrap(scope, lambda: deferred)()
@@ -252,7 +229,7 @@ def drive(scope: _Scope, deferred: Any) -> Any:
 
 def _strand(scope: _Scope) -> Strand:
     # The first entry stands for the scope itself: what the body enters and leaves comes above it.
-    return Strand(scope.flag, [(scope.flag, scope.locked, None)], locked=scope.locked)
+    return Strand(scope.flag, [(scope.flag, scope.locked)], locked=scope.locked)
 
 
 def _steps(strand: Strand, inner: Any) -> Generator[Any, Any, Any]:
@@ -326,35 +303,34 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-# One item for each unlocked entry that was pushed, in any thread: mostly there is none.
-_unlocked_entries: list[None] = []
-
-
 class _Scope:
     """A mode, ready to be entered; what to restore is kept apart, so one object serves everybody."""
 
-    __slots__ = ("flag",)
-    locked = False
+    # In a lock, a bare `torch.set_grad_enabled(...)` does not change the mode.
 
-    def __init__(self, flag: bool) -> None:
+    __slots__ = ("flag", "locked")
+
+    def __init__(self, flag: bool, locked: bool) -> None:
         self.flag = flag
+        self.locked = locked
 
     def __enter__(self) -> None:
-        # The short way, outside of locks and loops and from a mode that records, has nothing to remember; it is not
-        # taken while anybody has something to remember, so that __exit__ can tell the two apart.
-        if locks or _unlocked_entries or running_loop() is not None or not read_grad_mode():
-            _unlocked_entries.append(None)
-            _push(self)
+        if self.locked:
+            open_lock()
+        if running_loop() is not None:
+            bind_task()
+        current.entries.append((read_grad_mode(), self.locked))
         write_grad_mode(self.flag)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if _unlocked_entries and current.entries and current.entries[-1][2] is self:
-            _unlocked_entries.pop()
-            _pop()
-        else:
-            write_grad_mode(True)
+    def __exit__(self, *_: object) -> None:
+        entries = current.entries
+        # There is none when a paused generator is thrown away and whoever finds it closes its blocks.
+        if entries:
+            write_grad_mode(entries.pop()[0])
+        if not entries and bound_tasks:
+            release_task()
+        if self.locked:
+            close_lock()
 
     def __call__(self, fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         _check_decorated(fn, self.flag)
@@ -364,41 +340,7 @@ class _Scope:
         return f"grad_mode({self.flag}, locked={self.locked})"
 
 
-class _LockedScope(_Scope):
-    """The same, and a bare `torch.set_grad_enabled(...)` inside does not change the mode."""
-
-    __slots__ = ()
-    locked = True
-
-    def __enter__(self) -> None:
-        open_lock()
-        _push(self)
-        write_grad_mode(self.flag)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _pop()
-        close_lock()
-
-
-def _push(scope: _Scope) -> None:
-    if running_loop() is not None:
-        bind_task()
-    current.entries.append((read_grad_mode(), scope.locked, scope))
-
-
-def _pop() -> None:
-    entries = current.entries
-    # There is none when a paused generator is thrown away and whoever finds it closes its blocks.
-    if entries:
-        write_grad_mode(entries.pop()[0])
-    if not entries and bound_tasks:
-        release_task()
-
-
-_ON, _OFF = _Scope(True), _Scope(False)
-_LOCKED_ON, _LOCKED_OFF = _LockedScope(True), _LockedScope(False)
+_SCOPES = {(flag, locked): _Scope(flag, locked) for flag in (True, False) for locked in (True, False)}
 
 
 class _TracedScope:
@@ -411,9 +353,7 @@ class _TracedScope:
         self.recording = read_grad_mode()
         write_grad_mode(self.flag)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         write_grad_mode(self.recording)
 
 
@@ -457,32 +397,15 @@ def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool =
     if flag is not True and flag is not False:
         raise _flag_error(flag)
     if fn is None:
-        if is_dynamo_compiling():
-            return _TracedScope(flag)
-        if locked:
-            return _LOCKED_ON if flag else _LOCKED_OFF
-        return _ON if flag else _OFF
-    try:
-        if locked or locks:
-            with grad_mode(flag, locked=locked):
-                result = fn()
-        else:
-            # The same in one piece: nothing can be awaited in between, and nobody else holds this entry.
-            recording = read_grad_mode()
-            write_grad_mode(flag)
-            try:
-                result = fn()
-            finally:
-                write_grad_mode(recording)
-    except TypeError:
-        # Looked at only now: the check would be a tenth of the whole call.
-        if callable(fn):
-            raise
+        return _TracedScope(flag) if is_dynamo_compiling() else _SCOPES[flag, bool(locked)]
+    if not callable(fn):
         raise ArgumentTypeError(
             f"grad_mode(): `fn` is {describe(fn)}.",
             why="it is called in the mode, so it has to be a function, not what one has already given.",
             fix=f"gg.grad_mode({flag}, lambda: model(x))",
-        ) from None
+        )
+    with grad_mode(flag, locked=locked):
+        result = fn()
     if type(result) in DEFERRED:
         return drive(grad_mode(flag, locked=locked), result)
     return result
