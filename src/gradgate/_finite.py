@@ -15,7 +15,6 @@ class FiniteCheck:
         self._flags: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the device's number, which is read fastest
 
     def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
-        """Tell whether anything is not finite."""
         if loss is None and (found := _kernels.nonfinite(gradients)) is not None:
             return found
         answer = flags = None

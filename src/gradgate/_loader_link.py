@@ -106,7 +106,6 @@ class GivenBatches:
         return {"epoch": self.epoch, "given": self._in_epoch, "total": self._total}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on in mid-epoch."""
         self.epoch, self._in_epoch, self._total, self._first_step = state["epoch"], state["given"], state["total"], None
 
     @property
@@ -122,7 +121,6 @@ class GivenBatches:
                 self._first_step = training._steps_made - given.place[1]
 
     def add(self, batch: Any, ids: Callable[[], tuple[str | None, ...]]) -> None:
-        """Note a batch that is given now."""
         parts = [part for part in leaves_of(batch) if part is not None]
         given = Given(parts, ids, self)
         size = 0

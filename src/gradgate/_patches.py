@@ -22,7 +22,6 @@ class Patches:
         self._undo: list[Callable[[], object]] = []
 
     def put(self, table: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        """Replace an entry of a table, or add it."""
         self.later(partial(table.__setitem__, key, table[key]) if key in table else partial(table.pop, key, None))
         table[key] = value
 
@@ -31,7 +30,6 @@ class Patches:
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Take back all changes, the last one first."""
         _take_back(self._undo, 0)
         self._undo = []  # a block that an interrupt left open, and the garbage collector closes later, has its own list
 

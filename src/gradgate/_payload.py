@@ -65,7 +65,6 @@ def encode(tree: Any, *, limit: int = LIMIT) -> bytes:
 
 
 def decode(data: bytes, *, classes: Iterable[type] = ()) -> Any:
-    """Read a tree from bytes."""
     try:
         text = _header(data)["__metadata__"][_KEY]
         return _Reader(load(data), classes).tree(json.loads(text))
@@ -81,7 +80,6 @@ def decode(data: bytes, *, classes: Iterable[type] = ()) -> Any:
 
 
 def missing_in(tree: Any) -> list[str]:
-    """Find what could not be stored of a tree."""
     if isinstance(tree, Missing):
         return [tree.what]
     if isinstance(tree, Mapping):

@@ -70,7 +70,6 @@ def shown_path(file: str) -> str:
 
 
 def written(line: Line) -> str:
-    """Write a line as "path.py:12"."""
     return f"{shown_path(line[0])}:{line[1]}"
 
 
@@ -140,7 +139,6 @@ class Location(NamedTuple):
 
     @property
     def expression(self) -> str:
-        """The expression that ran, if it lies on one line; else the line."""
         line, end_line, start, end = _span(self)
         if end_line != line or start is None or end is None:
             return self.source
@@ -171,7 +169,6 @@ class SourceLine(NamedTuple):
 
     @property
     def expression(self) -> str:
-        """The text of the line without its comment."""
         return self.source.partition("#")[0].strip()
 
 

@@ -58,7 +58,6 @@ class RandomState:
         self.watch(devices)
 
     def watch(self, devices: Iterable[torch.device]) -> None:
-        """Say which devices besides the CPU draw random numbers."""
         others = dict.fromkeys(device for device in devices if device.type not in ("cpu", "meta"))
         self._devices = [(torch.get_device_module(device), device) for device in others]
 
@@ -189,7 +188,6 @@ def capture(model: torch.nn.Module | None = None, *, limit: int = LIMIT) -> byte
 
 @contextmanager
 def restored(data: bytes | None, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Put a state in force for a block, and put back afterwards what was."""
     state = None if data is None else _whole(decode(data))
     weights = {} if model is None else {name: value.clone() for name, value in model.state_dict().items()}
     chance = random_state()
@@ -204,7 +202,6 @@ def restored(data: bytes | None, model: torch.nn.Module | None = None) -> Iterat
 
 
 def random_state() -> dict[str, Any]:
-    """Give the random states of torch, Python and, where it is loaded, numpy."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -214,7 +211,6 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put random states in force, as far as their libraries are here."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
@@ -376,20 +372,16 @@ class TrainingState:
         self._modes.restore()
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of a try that does not count."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Give the gradients that the current try has made."""
         return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
 
     def has_own_gradients(self) -> bool:
-        """Tell whether a parameter has a gradient, inputs left aside."""
         return any(p.grad is not None for p in self.parameters if isinstance(p, torch.nn.Parameter))
 
     def earlier(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Give the gradients laid aside, by parameter."""
         return dict(self._gradients)
 
     def sums(self, without: Collection[torch.Tensor] = ()) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
@@ -448,7 +440,6 @@ class TrainingState:
         ]
 
     def parameter_marks(self) -> list[tuple[int, int]]:
-        """Give marks that change when somebody writes a parameter."""
         return [write_mark(parameter) for parameter in self.parameters]
 
     def written_parameters(self, marks: list[tuple[int, int]]) -> list[str]:
@@ -457,7 +448,6 @@ class TrainingState:
         return self._names(parameter for parameter, before, after in now if before != after)
 
     def spoilt_parameters(self) -> list[str]:
-        """Name the parameters that are not finite."""
         return self._names(p for p in self.parameters if not bool(torch.isfinite(p.detach()).all()))
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:

@@ -54,7 +54,6 @@ def _copied(make: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def is_array(value: object) -> TypeGuard[Any]:
-    """Tell whether a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
@@ -71,7 +70,6 @@ def _can_be_indexed(value: object) -> bool:
 
 
 def is_record(value: object) -> bool:
-    """Tell whether a value is a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
@@ -308,7 +306,6 @@ class BatchReader:
         return size, writes, self.leaves(batch) if takes_gradient else ()
 
     def count(self, batch: Any, ids: Ids | None = None) -> int:
-        """Tell how many samples a batch holds."""
         if self._count is not None:
             found = self._count(batch)
         elif self._select is not None:
@@ -330,7 +327,6 @@ class BatchReader:
         return found
 
     def writes(self, batch: Any) -> int:
-        """Count the writes into the tensors of a batch that autograd has seen so far."""
         return write_counts(leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
@@ -341,7 +337,6 @@ class BatchReader:
         return [tensor for tensor in found if tensor.is_leaf]
 
     def select(self, batch: Any, rows: Rows, size: int) -> Any:
-        """Take some samples of a batch."""
         return self.taking(batch, size)(rows, index_of(rows))
 
     def taking(self, batch: Any, size: int) -> Callable[[Rows, torch.Tensor], Any]:
@@ -578,7 +573,6 @@ def _count_for_select(batch: Any, layout: BatchLayout, ids: Ids | None) -> int:
 
 
 def leaves_in(tree: Any) -> list[Any]:
-    """List the leaves of arguments or of an output, in most cases without the cost of looking for containers."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     parts = tree.values() if type(tree) is dict else tree

@@ -25,7 +25,6 @@ BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d,
 
 
 def checked_clip(given: Any, one_process: bool) -> float | None:
-    """Return the largest norm of a sample's gradient; None where samples are not clipped."""
     if given is None:
         return None
     if not isinstance(given, int | float) or isinstance(given, bool) or not 0 < given < float("inf"):

@@ -510,7 +510,6 @@ class Guard:
             raise
 
     def _without_samples(self) -> GuardResult:
-        """Count a step that has no samples, and no gradients therefore."""
         tally = replace(self._tally, steps=self._tally.steps + 1)
         self._log_counts(0, tally)
         self._tally, self.global_step = tally, self.global_step + 1
@@ -519,7 +518,6 @@ class Guard:
     def _result(
         self, size: int, first: bool, outcome: Outcome, recovered: Recovered | None, incidents: tuple[Incident, ...]
     ) -> tuple[GuardResult, Tally, int]:
-        """Give the result of `backward`, and what is counted after it."""
         if first or recovered is not None:
             self._outsiders.warn()
         loss, sums = outcome.value, outcome.sums
@@ -549,7 +547,6 @@ class Guard:
     def _noted(
         self, conclude: Callable[..., tuple[GuardResult, Tally, int]], batch: Any, size: int, ids: Ids | None, *how: Any
     ) -> tuple[GuardResult, Tally, int]:
-        """Conclude a step, and keep the losses of its samples."""
         result, tally, step = conclude(*how)
         if self._loss_history is not None and result.losses is not None:
             self._loss_history.add(self._ids_of(batch, size, ids), result.kept, result.losses)
@@ -648,7 +645,6 @@ class Guard:
         )
 
     def _common(self) -> dict[str, Any]:
-        """Give what the incidents of a step share."""
         return {
             "run": self.run,
             "step": self.global_step,
@@ -730,7 +726,6 @@ def _rebuilt(kind: type[Guard], arguments: dict[str, Any], counted: dict[str, An
 
 
 def _trained(loss: torch.Tensor) -> list[torch.nn.Parameter]:
-    """List the parameters that a loss depends on, by its graph."""
     return [leaf for node in nodes_below([loss]) if isinstance(leaf := leaf_of(node), torch.nn.Parameter)]
 
 

@@ -110,7 +110,6 @@ class StepInParts:
         return self._joined(parts, sums, window, incident, before, size, expected)
 
     def _add(self, sums: dict[torch.Tensor, torch.Tensor], weight: int) -> None:
-        """Set the gradients of a part aside."""
         for parameter in self._guard._state.parameters:
             if (gradient := parameter.grad) is not None and weight:
                 gradient = gradient.detach() * weight

@@ -243,7 +243,6 @@ class Search:
         return of_left + of_right
 
     def _fails(self, group: Group) -> bool:
-        """Tell whether rows fail in the same way beside the anchor, which they are no part of."""
         return bool(group) and self._ask(group + self._anchor) is Verdict.SAME
 
     def _ask(self, rows: Group, grouped: bool = True) -> Verdict:
@@ -329,7 +328,6 @@ class Observer:
         return self.sightings[-1].rows if self.sightings else frozenset()
 
     def look(self, batch: Any) -> None:
-        """Look at the values of a batch before it is used."""
         if self._values:
             self._look(tensors_in(batch), None)
 
@@ -400,7 +398,6 @@ class Observer:
 
 
 def _of_output(number: int, look: Callable[[torch.Tensor], None], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Look at the gradient of one output of a node."""
     if (gradient := gradients[number]) is not None:
         look(gradient)
 
@@ -414,8 +411,6 @@ def _written(line: Line | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Rows that are to blame, and for what."""
-
     rows: tuple[int, ...]
     fault: StepFault
     message: str
@@ -590,8 +585,6 @@ class Probes:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """One row of the batch that was dropped, with the rows that it fails together with, and how that was found."""
-
     row: int
     together: tuple[int, ...]
     blame: Blame
@@ -717,7 +710,6 @@ class Recovery:
             raise refused from fault.error
 
     def _give_up(self, result: Recovered, new: list[Dropped], kept: list[int], fault: StepFault) -> Recovered:
-        """Make no step at all: nobody is left, or fewer than the model can work with."""
         result.dropped += new
         self._refuse(result, fault)
         self.state.restore()
@@ -738,7 +730,6 @@ class Recovery:
         return result
 
     def _raise(self, fault: StepFault, result: Recovered, evidence: str) -> NoReturn:
-        """Raise a fault that is nobody's."""
         if result.dropped:
             rows = listed([drop.row for drop in result.dropped])
             evidence = f"without the bad samples (rows {rows}) the batch cannot run either: {evidence}"

@@ -162,7 +162,6 @@ class Outsiders:
         return f"modules that are not under guard wrote buffers: {self._listed(wrote)}; use {self._line(wrote)}"
 
     def warn(self) -> None:
-        """Warn, once, of what was found; then hold on to nothing."""
         self.written()
         found, self._warned = self._found if not self._warned else {}, self._warned or bool(self._found)
         text = ""
@@ -256,7 +255,6 @@ class StepFault:
 
     @property
     def where(self) -> str | None:
-        """The user's line that the exception came through."""
         return None if self.error is None else raising_line(self.error.__traceback__)
 
 
@@ -482,7 +480,6 @@ class Outcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the loss function gave no loss, on purpose."""
         return self.fault is None and self.value is None
 
     @property
