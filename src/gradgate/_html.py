@@ -22,8 +22,8 @@ _STYLE = f"""<style>
 [data-jp-theme-light=true] .gradgate,.vscode-light .gradgate{{{LIGHT}}}
 [data-jp-theme-light=false] .gradgate,.vscode-dark .gradgate{{{DARK}}}
 .gradgate table{{border-collapse:collapse;margin:4px 0;font:inherit;color:inherit}}
-.gradgate td,.gradgate th{{border:0;border-bottom:1px solid var(--line);padding:3px 10px 3px 0;text-align:left;
-vertical-align:top;white-space:pre-wrap;overflow-wrap:break-word;max-width:36em;background:none;color:inherit}}
+.gradgate td,.gradgate th{{border:0;border-bottom:1px solid var(--line);padding:3px 10px 3px 0;
+text-align:left!important;vertical-align:top;white-space:pre-wrap;overflow-wrap:break-word;max-width:36em;background:none;color:inherit}}
 .gradgate th,.gradgate .note{{color:var(--muted);font-weight:400}}
 .gradgate .bad{{color:var(--bad)}}.gradgate .warn{{color:var(--warn)}}.gradgate .good{{color:var(--good)}}
 .gradgate .info{{color:var(--accent)}}
