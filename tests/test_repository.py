@@ -31,10 +31,24 @@ def test_one_version_everywhere():
     assert f"\ndate-released: {date}\n" in text("CITATION.cff")
 
 
-def test_the_conda_recipe_has_the_requirements_of_the_project():
-    recipe = text("conda/meta.yaml").split("  run:\n")[1].split("\n\n")[0]
-    needed = {line.strip(" -").replace("pytorch ", "torch ").replace(" ", "") for line in recipe.splitlines()}
-    assert needed == {*PROJECT["dependencies"], f"python{PROJECT['requires-python']}"}
+def test_the_conda_recipe_has_the_requirements_and_the_files_of_the_project():
+    """Rendered as conda-build renders it, with names for what only conda knows."""
+    jinja2, yaml = pytest.importorskip("jinja2"), pytest.importorskip("yaml")
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text("conda/meta.yaml"))
+    recipe = yaml.safe_load(template.render(PYTHON="python", compiler="{}_compiler".format, stdlib="{}_stdlib".format))
+
+    def needed(part):
+        return {line.replace("pytorch ", "torch ").replace(" ", "") for line in recipe["requirements"][part]}
+
+    python = f"python{PROJECT['requires-python']}"
+    assert needed("run") == {*PROJECT["dependencies"], python}
+    assert needed("host") == {*tomllib.loads(text("pyproject.toml"))["build-system"]["requires"], python, "pip"}
+    assert needed("build") == {"c_compiler", "c_stdlib"}
+    assert recipe["package"] == {"name": PROJECT["name"], "version": PROJECT["version"]}
+    assert recipe["build"]["entry_points"] == [f"{name} = {where}" for name, where in PROJECT["scripts"].items()]
+    assert recipe["about"]["home"] == PROJECT["urls"]["Homepage"]
+    assert (ROOT / recipe["about"]["license_file"]).is_file()
+    assert (ROOT / "conda" / recipe["source"]["path"] / "pyproject.toml").resolve() == ROOT / "pyproject.toml"
 
 
 @pytest.mark.parametrize(
