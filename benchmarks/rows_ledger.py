@@ -16,7 +16,7 @@ import torch
 
 import gradgate as gg
 from benchmarks.harness import Candidate, Growth, Row
-from gradgate.ledger._rows import to_row
+from gradgate.ledger._schema import to_row
 from gradgate.ledger._writer import INSERT
 
 MILLION = 1_000_000

@@ -19,8 +19,23 @@ Severity = Literal["error", "warning", "info"]
 """How much a finding matters."""
 
 
+class Record:
+    """What every record can do."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as a plain dictionary.
+
+        Returns:
+            One entry for each attribute.
+        """
+        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return values
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Incident:
+class Incident(Record):
     """One sample (or value) that was left out, with its reason.
 
     Attributes:
@@ -71,17 +86,9 @@ class Incident:
     time: float = field(default_factory=clock.time)
     details: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Give the record as a plain dictionary.
-
-        Returns:
-            One entry for each attribute.
-        """
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Finding(Record):
     """One thing that the doctor says, with its place and its remedy.
 
     Attributes:
@@ -113,14 +120,6 @@ class Finding:
     samples: tuple[int, ...] = ()
     also: tuple[str, ...] = ()
     consequences: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give the record as a plain dictionary.
-
-        Returns:
-            One entry for each attribute.
-        """
-        return asdict(self)
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from gradgate._checks import wrong_type
 from gradgate._html import html_table
 from gradgate._names import describe, listed, suggest_names
 from gradgate._payload import Fields, decode, missing_in
@@ -33,50 +34,25 @@ __all__ = ["Fault", "Replay", "assert_passes", "examine", "replay", "write_test"
 
 
 def stored(ledger: Ledger | str | os.PathLike[str], incident_id: str) -> tuple[Incident, bytes, bytes | None]:
-    """Fetch an incident and what was stored with it.
-
-    Args:
-        ledger: The ledger, or its path; that is opened for reading only.
-        incident_id: The incident's id.
-
-    Returns:
-        The incident, the bytes of its sample, and those of the weights and the random state if they were kept.
-
-    Raises:
-        NothingMatchedError: There is no such incident.
-        LedgerError: Its sample was not stored.
-    """
+    """Fetch an incident, the bytes of its sample, and those of the weights and the random state if they were kept."""
     book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
     incident = book.incident(incident_id)
     data = book.payload_of(incident.id)
     if data is not None:
         return incident, data, book.snapshot_of(incident.id)
     reason = incident.details.get("not_stored")
-    loading = incident.stage == "load"
-    raise LedgerError(
-        f"the sample of incident {incident.id} was not stored{f': {reason}' if reason else ''}.",
-        why="it failed while it was loaded, so there was no sample to keep."
-        if loading
-        else "values of samples are kept only where that was asked for.",
-        fix=f"dataset[{incident.sample_id}]   # load it again"
-        if loading
-        else 'gg.Guard(model, ledger="run.ledger", payload=True)   # for the next run',
-    )
+    if incident.stage == "load":
+        why = "it failed while it was loaded, so there was no sample to keep."
+        fix = f"dataset[{incident.sample_id}]   # load it again"
+    else:
+        why = "values of samples are kept only where that was asked for."
+        fix = 'gg.Guard(model, ledger="run.ledger", payload=True)   # for the next run'
+    what = f"the sample of incident {incident.id} was not stored{f': {reason}' if reason else ''}."
+    raise LedgerError(what, why=why, fix=fix)
 
 
 def read_sample(data: bytes, loss_fn: LossFunction) -> Any:
-    """Read a stored sample, with the named tuples and dataclasses that the module of loss_fn knows.
-
-    Args:
-        data: The stored bytes.
-        loss_fn: The function that will take it.
-
-    Returns:
-        The sample.
-
-    Raises:
-        LedgerError: It was not stored whole.
-    """
+    """Read a stored sample, with the named tuples and dataclasses that the module of loss_fn knows."""
     sample = decode(data, classes=_classes(loss_fn))
     missing = missing_in(sample)
     if missing:
@@ -142,21 +118,9 @@ def find_fault(
     model: torch.nn.Module | None = None,
     batch_dim: int = 0,
 ) -> tuple[Fault | None, int]:
-    """Run one sample and see what goes wrong.
-
-    A sample that fails only because it is alone (batch statistics of one value) is not at fault: unless the fault is
-    the expected one, it is tried again with the same row twice.
-
-    Args:
-        make_sample: Gives the sample, with a batch dimension of 1; a new one each time, because loss_fn may change it.
-        loss_fn: The function that failed with it.
-        expected: Tells whether a fault is the one that is looked for.
-        model: The model, for the names of its parameters.
-        batch_dim: Which dimension counts the samples.
-
-    Returns:
-        The fault, or None if there is none any more; and with how many rows that was found.
-    """
+    """Run one sample, made anew each time because loss_fn may change it; return its fault, and with how many rows."""
+    # A sample that fails only because it is alone (batch statistics of one value) is not at fault: unless the fault is
+    # the expected one, it is tried again with the same row twice.
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     with torch.inference_mode(False), torch.enable_grad():
         alone = _attempt(make_sample(), loss_fn, names)
@@ -166,7 +130,7 @@ def find_fault(
 
 
 def _loss(loss_fn: LossFunction, sample: Any) -> Any:
-    """Give the loss of a sample; of a total and its count, what is finite only if both are."""
+    """Return the loss of a sample; of a total and its count, what is finite only if both are."""
     loss: Any = loss_fn(sample)
     return loss[0] + 0 * loss[1] if type(loss) is tuple and len(loss) == 2 else loss
 
@@ -198,16 +162,14 @@ def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault
     ]
     if not bad:
         return None
-    message = f"non-finite gradient of {listed(bad, 3)}"
-    return Fault(cause="non-finite gradient", stage="backward", message=message)
+    return Fault(cause="non-finite gradient", stage="backward", message=f"non-finite gradient of {listed(bad, 3)}")
 
 
 def _raised(error: Exception, stage: Stage) -> Fault:
-    kind = type(error)
     return Fault(
         cause="exception",
         stage=stage,
-        exception_type=class_name(kind),
+        exception_type=class_name(type(error)),
         message=text_of(error),
         where=raising_line(error.__traceback__),
         exception=error,
@@ -259,7 +221,7 @@ _SENTENCES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """What came of a replay; printed, it tells the story.
+    """The result of a replay.
 
     Attributes:
         incident: What was recorded.
@@ -283,7 +245,7 @@ class Replay:
         return self.fault is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the result as values that JSON can hold.
+        """Return the result as values that JSON can hold.
 
         Returns:
             The verdict, the incident's id and the fault.
@@ -365,28 +327,22 @@ def replay(
         'passes'
     """
     if not callable(loss_fn):
-        raise ArgumentTypeError(
-            f"replay(): `loss_fn` is {describe(loss_fn)}.",
-            why="it is the function that the guard was given.",
-            fix="gg.replay(ledger, incident_id, loss_fn)",
-        )
+        why = "it is the function that the guard was given."
+        raise wrong_type(loss_fn, "loss_fn", "replay", why, "gg.replay(ledger, incident_id, loss_fn)")
     incident, data, state = stored(ledger, incident_id)
-
-    def is_the_recorded_one(fault: Fault) -> bool:
-        return _same(fault, incident)
-
+    expected = partial(_same, incident)
     with restored(state, model):
         again = partial(read_sample, data, loss_fn)
-        fault, rows = find_fault(again, loss_fn, expected=is_the_recorded_one, model=model, batch_dim=batch_dim)
-    verdict: Verdict = "passes" if fault is None else "same" if _same(fault, incident) else "another"
+        fault, rows = find_fault(again, loss_fn, expected=expected, model=model, batch_dim=batch_dim)
+    verdict: Verdict = "passes" if fault is None else "same" if expected(fault) else "another"
     used = state is not None and model is not None
     return Replay(
         incident=incident, verdict=verdict, fault=fault, rows=rows, snapshot=used, snapshot_stored=state is not None
     )
 
 
-def _same(fault: Fault, incident: Incident) -> bool:
-    """Tell whether a fault is the recorded one: of the same class, and at the same place or with the same words."""
+def _same(incident: Incident, fault: Fault) -> bool:
+    """Return whether a fault is the recorded one: of the same class, and at the same place or with the same words."""
     if incident.exception_type is not None or fault.exception_type is not None:
         words = incident.message.split("... (")[0]
         return fault.exception_type == incident.exception_type and (
@@ -581,7 +537,7 @@ def test_sample_{name}():
 
 
 def _imported(entry: str) -> tuple[str, str]:
-    """Give the import of "module:name.attribute", and the expression for it."""
+    """Return the import of "module:name.attribute", and the expression for it."""
     match = _ENTRY.fullmatch(entry)
     if match is None:
         raise ArgumentValueError(

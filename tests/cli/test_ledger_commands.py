@@ -226,3 +226,39 @@ def test_times_that_are_no_dates_are_shown_as_numbers():
     assert _output.moment(1e30) == "1e+30"
     assert _output.moment(None) == ""
     assert _output.moment(time.time()).startswith("20")
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("width", [80, 200])
+def test_long_names_leave_room_for_the_other_columns(tmp_path, monkeypatch, width):
+    name = "/mnt/data/imagenet/train/n01440764/with/a/very/long/path/n01440764_10026.JPEG"
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record(incident(name, message="the file is truncated", where="data.py:7"))
+        (found,) = ledger.incidents()
+    monkeypatch.setenv("COLUMNS", str(width))
+    for command, seen in (("list", [found.id[:8], "what", "data.py:7"]), ("stats", ["worst sample", "count"])):
+        text = run("ledger", command, tmp_path / "run.ledger")
+        assert max(map(len, text.splitlines())) <= width
+        assert all(word in text for word in [_output.moment(found.time), ".JPEG", *seen]), text
+
+
+@pytest.mark.usefixtures("terminal")
+def test_an_empty_answer_says_so_on_a_terminal(tmp_path):
+    Ledger(tmp_path / "run.ledger", run="night").close()
+    assert run("ledger", "list", tmp_path / "run.ledger") == "no incidents\n"
+    assert "gg.Guard(history=True)" in run("ledger", "hardest", tmp_path / "run.ledger")
+    assert run("ledger", "hardest", tmp_path / "run.ledger", "--suspicious") == "no such sample\n"
+
+
+def test_every_help_has_an_example_in_one_line_and_cuts_no_sentence():
+    def below(group, path):
+        for name in group.list_commands(None):
+            yield (*path, name)
+            command = group.get_command(None, name)
+            yield from below(command, (*path, name)) if hasattr(command, "list_commands") else ()
+
+    for path in ((), *below(main, ())):
+        lines = [*run(*path, "--help").splitlines(), ""]
+        (place,) = [at for at, line in enumerate(lines) if line.strip().startswith("Example: gradgate")]
+        assert lines[place + 1] == "", path
+        assert not any(line.endswith("...") for line in lines[place:]), path

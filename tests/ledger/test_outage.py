@@ -1,5 +1,6 @@
 """A ledger that cannot be written does not stop the training: one warning, memory, and the file when it is back."""
 
+import signal
 import sqlite3
 import subprocess
 import warnings
@@ -272,3 +273,41 @@ def test_limit_a_copy_of_the_file_alone_may_lack_the_last_moments(tmp_path, monk
         with Ledger(tmp_path / "merged.ledger") as merged:
             assert merged.merge(ledger) == 1
     assert Ledger(tmp_path / "copy.ledger", read_only=True).bad_ids() == set()
+
+
+class Stop(BaseException):
+    pass
+
+
+def again_and_again(ask):
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    while True:
+        ask()
+
+
+def test_what_a_signal_handler_raises_inside_sqlite_is_raised(tmp_path):
+    """SQLite calls back into Python, and sqlite3 swallows what is raised there: Ctrl-C would be a failed ledger."""
+
+    def stop(*_):
+        raise Stop
+
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record_many([incident(str(number)) for number in range(3_000)])
+        asked = (
+            ledger.stats,
+            ledger.bad_ids,
+            lambda: ledger.sql("SELECT count(*) FROM incidents a, incidents b"),
+            lambda: ledger.merge(other.path),
+        )
+        with Ledger(tmp_path / "other.ledger") as other:
+            other.record_many([incident(f"other {number}") for number in range(500)])
+            before = signal.signal(signal.SIGALRM, stop)
+            try:
+                for ask in asked * 3:
+                    with pytest.raises(Stop):
+                        again_and_again(ask)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+        assert ledger.stats().incidents >= 3_000
+        assert ledger.pending == ()

@@ -8,6 +8,7 @@ import time
 from importlib import metadata
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ import gradgate as gg
 from gradgate._text import class_name
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 from gradgate.ledger import Ledger
-from gradgate.ledger._rows import DETAILS_LIMIT, MESSAGE_LIMIT, from_row, to_row
+from gradgate.ledger._schema import DETAILS_LIMIT, MESSAGE_LIMIT, from_row, to_row
 from gradgate.records import Incident, Sink
 from tests.ledger.made import incident
 
@@ -269,3 +270,19 @@ def test_a_run_of_an_incident_may_have_any_name(tmp_path):
     (run,) = Ledger(tmp_path / "run.ledger", read_only=True).runs()
     assert run.name == ledger.incidents()[0].run
     assert run.incidents == 1
+
+
+@pytest.mark.parametrize("payload", ["text", torch.ones(2), bytearray(b"x"), 3])
+def test_a_payload_that_is_not_bytes_is_refused_and_spoils_nothing(tmp_path, payload):
+    with Ledger(tmp_path / "run.ledger", payload=True) as ledger:
+        one = Incident(stage="load", cause="exception", sample_id="a")
+        with pytest.raises(ArgumentTypeError, match=rf"is of type {type(payload).__name__}\."):
+            ledger.record(one, payload)
+        ledger.record(one, b"x")
+        assert ledger.pending == ()
+        assert ledger.payload_of(one.id) == b"x"
+
+
+def test_hardest_takes_no_negative_number(tmp_path):
+    with Ledger(tmp_path / "run.ledger") as ledger, pytest.raises(ArgumentValueError, match="`k` is -1"):
+        ledger.hardest(-1)

@@ -41,6 +41,15 @@ def ledger(tmp_path):
         yield opened
 
 
+def test_names_in_a_tensor_or_an_array_are_those_of_the_ledger(ledger):
+    """The ledger writes 4 for tensor(4)."""
+    for ids in (torch.arange(8), torch.arange(8).numpy(), lambda index: torch.tensor(index)):
+        assert list(gg.without(LETTERS, ledger, ids=ids).indices) == [0, 2, 3, 5, 6, 7]
+        loader = gg.resilient(torch.utils.data.DataLoader(LETTERS, batch_size=8), ids=ids)
+        next(iter(loader))
+        assert loader.ids == tuple("01234567")
+
+
 # --- without -------------------------------------------------------------------------------------------------------
 
 

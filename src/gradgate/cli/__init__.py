@@ -92,12 +92,7 @@ def _show_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Show the versions and exit.",
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show versions."
 )
 def main() -> None:
     """Decide, value by value, what your PyTorch model learns from.

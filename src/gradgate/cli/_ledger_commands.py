@@ -52,13 +52,13 @@ def _filters(command: Callable[..., None]) -> Callable[..., None]:
 
 @ledger.command("list")
 @click.argument("path", metavar="LEDGER", type=_FILE)
-@click.option("--limit", type=click.IntRange(min=1), default=50, show_default=True, help="How many at most.")
+@click.option("-n", "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="How many at most.")
 @json_option
 @_filters
 def list_incidents(path: Path, limit: int, as_json: bool, filters: dict[str, Any]) -> None:
     """List incidents, the newest first.
 
-    Example: gradgate ledger list run.ledger --cause "non-finite gradient" --since 12h
+    Example: gradgate ledger list run.ledger --cause exception --since 12h
     """
     found = Ledger(path, read_only=True).incidents(limit=limit, newest_first=True, **filters)
     if as_json:
@@ -67,7 +67,7 @@ def list_incidents(path: Path, limit: int, as_json: bool, filters: dict[str, Any
     if on_a_terminal():
         shown = [(moment(one.time), one.id[:8], one.sample_id, _story(one)) for one in found]
         title = f"the newest {limit}; more with --limit" if len(found) == limit else ""
-        show_table(("time", "incident", "sample", "what"), shown, title=title)
+        show_table(("time", "incident", "sample", "what"), shown, title=title, empty="no incidents")
         return
     columns = ("time", "incident", "run", "step", "sample", "stage", "cause", "where", "message")
     rows = [
@@ -83,7 +83,9 @@ def list_incidents(path: Path, limit: int, as_json: bool, filters: dict[str, Any
 @click.option("--suspicious", is_flag=True, help="Only those whose loss is high and does not fall.")
 @json_option
 def hardest(path: Path, limit: int, suspicious: bool, as_json: bool) -> None:
-    """Show the samples with the largest losses, as `gg.Guard(history=True)` has seen them.
+    """Show the samples with the largest losses.
+
+    The losses are those that `gg.Guard(history=True)` recorded.
 
     Example: gradgate ledger hardest run.ledger --suspicious
     """
@@ -93,7 +95,8 @@ def hardest(path: Path, limit: int, suspicious: bool, as_json: bool) -> None:
         show_json([history.to_dict() for history in found])
         return
     rows = [(one.sample_id, f"{one.recent:.4g}", " ".join(f"{loss:.3g}" for loss in one.losses)) for one in found]
-    show_table(("sample", "recent", "losses"), rows)
+    empty = "no such sample" if suspicious else "no losses were recorded: gg.Guard(history=True) records them"
+    show_table(("sample", "recent", "losses"), rows, empty=empty)
 
 
 @ledger.command()
@@ -101,7 +104,7 @@ def hardest(path: Path, limit: int, suspicious: bool, as_json: bool) -> None:
 @click.argument("incident_id")
 @json_option
 def show(path: Path, incident_id: str, as_json: bool) -> None:
-    """Show one incident; the beginning of its id is enough.
+    """Show one incident, by its id or the beginning of it.
 
     Example: gradgate ledger show run.ledger 5e65948f
     """
@@ -174,9 +177,11 @@ def stats(path: Path, as_json: bool, filters: dict[str, Any]) -> None:
 @click.option("--reason", default="", help="Why, for the record.")
 @json_option
 def release(path: Path, sample_ids: tuple[str, ...], reason: str, as_json: bool) -> None:
-    """Take samples out of quarantine; what they did until now does not count any more.
+    """Take samples out of quarantine.
 
-    Example: gradgate ledger release run.ledger img_17.png --reason "label repaired"
+    What they did until now does not count any more.
+
+    Example: gradgate ledger release run.ledger img_17.png --reason relabelled
     """
     book = Ledger(path)
     released = [{"sample_id": sample, "was_bad": book.release(sample, reason)} for sample in sample_ids]
@@ -194,7 +199,9 @@ def release(path: Path, sample_ids: tuple[str, ...], reason: str, as_json: bool)
 @json_option
 @_filters
 def export(path: Path, target: Path, kind: str | None, as_json: bool, filters: dict[str, Any]) -> None:
-    """Write incidents to FILE as csv, jsonl or parquet; - is the standard output (as csv or as --format says).
+    """Write incidents to FILE as csv, jsonl or parquet.
+
+    The FILE - is the standard output, as csv or as --format says.
 
     Example: gradgate ledger export run.ledger incidents.csv --persistent
     """
@@ -214,7 +221,9 @@ def export(path: Path, target: Path, kind: str | None, as_json: bool, filters: d
 @click.argument("others", metavar="OTHER...", nargs=-1, required=True, type=_FILE)
 @json_option
 def merge(path: Path, others: tuple[Path, ...], as_json: bool) -> None:
-    """Copy into LEDGER what it does not have of each OTHER; doing it again changes nothing.
+    """Copy into LEDGER what it does not have of OTHER.
+
+    Doing it again changes nothing.
 
     Example: gradgate ledger merge run.ledger rank0.ledger rank1.ledger
     """
@@ -234,19 +243,20 @@ def merge(path: Path, others: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--seconds", type=click.FloatRange(min=0), default=60, show_default=True, help="How long it may take.")
 @json_option
 def sql(path: Path, question: str, limit: int, seconds: float, as_json: bool) -> None:
-    """Ask in SQL about the views incidents, samples and runs; nothing can be changed this way.
+    """Query the ledger in SQL.
 
-    Example: gradgate ledger sql run.ledger "SELECT cause, count(*) FROM incidents GROUP BY cause"
+    There are the views incidents, samples and runs. Nothing can be changed this way.
+
+    Example: gradgate ledger sql run.ledger "SELECT * FROM runs"
     """
     answer = Ledger(path, read_only=True).sql(question, limit=limit, seconds=seconds)
     if as_json:
         show_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])
     else:
-        show_table(answer.columns, answer.rows)
+        show_table(answer.columns, answer.rows, empty="no rows")
 
 
 def _story(incident: Incident) -> str:
-    """Tell an incident in one line."""
     place = f" at {incident.where}" if incident.where else ""
     what = _message(incident)
     return f"{incident.stage}: {what if incident.exception_type else incident.cause}{place}"

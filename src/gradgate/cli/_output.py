@@ -26,11 +26,12 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+_WHOLE = 20  # characters of a cell that is never broken
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def say(text: object = "", *, err: bool = False) -> None:
-    """Print text of several lines in which every character shows."""
     click.echo(visible(text, lines=True), err=err)
 
 
@@ -39,13 +40,16 @@ def show_json(value: object) -> None:
     click.echo(json_text(value, indent=2))
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
-    """Print rows: as a table on a terminal, as tab-separated lines elsewhere."""
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "", empty: str = "") -> None:
+    """Print rows: as a table on a terminal (`empty` if there is none), as tab-separated lines elsewhere."""
     cells = [[cell_text(cell) for cell in row] for row in rows]
     columns = [visible(column) for column in columns]
     if not on_a_terminal():
         for line in (columns, *cells):
             click.echo("\t".join(line))
+        return
+    if not rows and empty:
+        click.echo(empty)
         return
     from rich.box import SIMPLE_HEAD  # Here, because rich costs more than everything else, and pipes do not need it.
     from rich.console import Console
@@ -53,8 +57,9 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, titl
     from rich.text import Text
 
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=column != columns[-1], overflow="fold")
+    for place, column in enumerate(columns):  # Short ones stay whole; long ones share what is left.
+        longest = max((len(row[place]) for row in cells), default=0)
+        table.add_column(column, no_wrap=longest <= _WHOLE, overflow="fold")
     for row in cells:
         table.add_row(*map(Text, row))
     Console().print(table)
@@ -73,12 +78,11 @@ def status(text: str) -> Iterator[None]:
 
 
 def on_a_terminal() -> bool:
-    """Tell whether a person looks at the output."""
     return sys.stdout.isatty()
 
 
 def cell_text(value: object) -> str:
-    """Give a cell as one line of text that is safe on a terminal; nothing for None."""
+    """Return a cell as one line of text that is safe on a terminal; nothing for None."""
     if value is None:
         return ""
     return visible(
@@ -87,7 +91,6 @@ def cell_text(value: object) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Give a time as local date and time."""
     if seconds is None:
         return ""
     try:

@@ -82,7 +82,6 @@ def replay(
 
 
 def _replay_all(path: Path, loss_fn: Any, network: Any, batch_dim: int, as_json: bool) -> int:
-    """Run every stored sample again; the worst exit code."""
     from rich.console import Console
     from rich.progress import track
 
@@ -97,18 +96,17 @@ def _replay_all(path: Path, loss_fn: Any, network: Any, batch_dim: int, as_json:
     if as_json:
         show_json([result.to_dict() for result in results])
     else:
-        columns = ("id", "sample", "stage", "then", "now", "verdict")
-        show_table(columns, [_row(result) for result in results])
+        rows = [
+            (then.id[:8], then.sample_id, then.stage, then.message or then.cause, result.fault, result.verdict)
+            for result in results
+            for then in (result.incident,)
+        ]
+        show_table(("id", "sample", "stage", "then", "now", "verdict"), rows, empty="no sample was stored")
     return max((_EXIT[result.verdict] for result in results), default=0)
 
 
-def _row(result: Any) -> tuple[object, ...]:
-    then = result.incident
-    return then.id[:8], then.sample_id, then.stage, then.message or then.cause, result.fault, result.verdict
-
-
 def _model(entry: str) -> str:
-    """Give the model for --model: the one of the module of the loss function, if there is just one."""
+    """Return the model for --model: the one of the module of the loss function, if there is just one."""
     from torch.nn import Module
 
     module = entry.partition(":")[0]

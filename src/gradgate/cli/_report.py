@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,13 @@ def report(path: Path, diagnosis: Path | None, output: Path, serve: bool, port: 
         sys.stdout.buffer.write(render_page(ledger, saved).encode())
     else:
         incidents = ledger.stats().incidents
-        with status(f"writing a page about {incidents:,} incidents"):
-            size = _write(lambda: write_page(output, ledger, saved), output)
+        try:
+            with status(f"writing a page about {incidents:,} incidents"):
+                size = write_page(output, ledger, saved)
+        except OSError as error:
+            if error.strerror is None:  # A ledger's own error.
+                raise
+            raise click.ClickException(f"{output} cannot be written: {error.strerror}.") from error
         if as_json:
             show_json({"file": str(output), "bytes": size, "incidents": incidents})
         else:
@@ -72,23 +76,13 @@ def _follow(ledger: Ledger, diagnosis: dict[str, Any] | None, port: int, as_json
 
 
 def _read(path: Path) -> dict[str, Any]:
+    fix = f"Fix: gradgate doctor --json {path} train.py"
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise click.ClickException(
-            f"{path} is not JSON: {error}.\nFix: gradgate doctor --json {path} train.py"
-        ) from error
+        raise click.ClickException(f"{path} is not JSON: {error}.\n{fix}") from error
     if not isinstance(saved, dict):
-        raise click.ClickException(f"{path} is not a diagnosis.\nFix: gradgate doctor --json {path} train.py")
+        raise click.ClickException(f"{path} is not a diagnosis.\n{fix}")
     return saved
-
-
-def _write(writing: Callable[[], int], path: Path) -> int:
-    try:
-        return writing()
-    except OSError as error:
-        if error.strerror is None:  # A ledger's own error.
-            raise
-        raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from error

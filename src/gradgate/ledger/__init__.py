@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from gradgate._names import suggest_names
-from gradgate.ledger._histories import SampleHistory
 from gradgate.ledger._ledger import Ledger
-from gradgate.ledger._runs import Decision, Run
+from gradgate.ledger._runs import Decision, Run, SampleHistory
 from gradgate.ledger._select import Answer, Stats
 
 __all__ = ["Answer", "Decision", "Ledger", "Run", "SampleHistory", "Stats"]

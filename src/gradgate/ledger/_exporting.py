@@ -64,7 +64,7 @@ def _csv(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
 
 
 def _values(incident: Incident) -> dict[str, Any]:
-    """Give an incident as one plain value for each attribute, its details as JSON."""
+    """Return an incident as one plain value for each attribute, its details as JSON."""
     values = {name: getattr(incident, name) for name in _NAMES}
     return {**values, "details": json_text(incident.details)}
 
@@ -98,7 +98,7 @@ def _parquet(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
 
 
 def pandas_frame(incidents: Iterable[Incident]) -> Any:
-    """Give incidents as a frame of pandas; a NaN is a value, and what is missing is NA."""
+    """Return incidents as a frame of pandas; a NaN is a value, and what is missing is NA."""
     pandas, columns = _extra("pandas", "pandas"), _columns(incidents)
     kinds = {**dict.fromkeys(_NAMES, "string"), "transient": "bool"} | dict.fromkeys(_INTEGERS, "Int64")
     series = {name: pandas.array(columns[name], dtype=kinds[name]) for name in _NAMES if name not in (*_REALS, "time")}
@@ -112,7 +112,6 @@ def pandas_frame(incidents: Iterable[Incident]) -> Any:
 
 
 def polars_frame(incidents: Iterable[Incident]) -> Any:
-    """Give incidents as a frame of polars."""
     polars, columns = _extra("polars", "polars"), _columns(incidents)
     kinds = {**dict.fromkeys(_NAMES, polars.String), "transient": polars.Boolean}
     kinds |= dict.fromkeys((*_INTEGERS, "time"), polars.Int64) | dict.fromkeys(_REALS, polars.Float64)
@@ -129,7 +128,6 @@ def _columns(incidents: Iterable[Incident]) -> dict[str, list[Any]]:
 
 
 def _extra(extra: str, module: str) -> Any:
-    """Import what an extra brings."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -30,22 +30,17 @@ try:
 except ImportError:  # On Windows, where a file in use cannot be moved away either.
     fcntl = None  # type: ignore[assignment]
 
-LOCK = threading.RLock()
-"""Held around every use of every ledger of this process."""
+LOCK = threading.RLock()  # held around every use of every ledger of this process
 
 PATIENCE = 5.0
 """How many seconds a writer waits for another one; after a failure it waits far less, to let the training go on."""
 
-STEPS = 100
-"""After how many steps of SQLite's machine the meter is read."""
-
-MEGABYTE = 2**20
-"""How long a single value may be that is not a stored sample."""
-
-SETTLE_AFTER = 1.0
-"""How many seconds apart what was written is moved from the write-ahead log into the file itself."""
+STEPS = 100  # after how many steps of SQLite's machine the meter is read
+MEGABYTE = 2**20  # how long a single value may be that is not a stored sample
+SETTLE_AFTER = 1.0  # how many seconds apart what was written is moved from the write-ahead log into the file itself
 
 _left_to_the_parent: list[sqlite3.Connection] = []
+raised_in_sqlite: list[BaseException] = []  # by signal handlers
 
 if hasattr(os, "register_at_fork"):  # Not on Windows, which does not fork.
     os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
@@ -60,7 +55,11 @@ class _Meter:
     # one answer together are not longer than the file.
 
     def __init__(self) -> None:
+        self.clock = time.thread_time
         self.allow(0)
+        self._answers = self._answered()
+        self.check = self._answers.__next__
+        self.check()
 
     def allow(self, size: int) -> None:
         """Allow what this many bytes may need."""
@@ -68,9 +67,20 @@ class _Meter:
         self.until = time.thread_time() + 5.0 + 0.5 * size / MEGABYTE
         self.characters = size + MEGABYTE
 
-    def __call__(self) -> bool:
-        self.steps -= 1
-        return self.steps < 0 or time.thread_time() > self.until
+    def _answered(self) -> Iterator[bool]:
+        # A signal handler that raises, as Ctrl-C does, raises where Python code begins or resumes. In a function that
+        # would be before any `try`, and sqlite3 would swallow the exception; a generator resumes inside it.
+        stop = False
+        while True:
+            try:
+                yield stop
+                self.steps -= 1
+                stop = self.steps < 0 or self.clock() > self.until
+            except GeneratorExit:
+                return
+            except BaseException as error:  # noqa: BLE001 - raised again when SQLite has come to its end
+                stop = True
+                raised_in_sqlite.append(error)
 
 
 class TooLong(sqlite3.DatabaseError):
@@ -90,7 +100,7 @@ class Connection(sqlite3.Connection):
         return self.counted(self.execute(question, values))
 
     def counted(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """Give rows while they are not longer together than the meter allows."""
+        """Return rows while they are not longer together than the meter allows."""
         meter = self.meter
         for row in rows:
             for value in row:
@@ -116,7 +126,7 @@ class LedgerFile:
 
     @contextmanager
     def reading(self, *, whole: bool = False) -> Iterator[Connection]:
-        """Give the connection, for questions; `whole` for values as long as the file."""
+        """Return the connection, for questions; `whole` for values as long as the file."""
         with LOCK, self._explained():
             connection = self._connect()
             size = self.size()
@@ -126,7 +136,7 @@ class LedgerFile:
 
     @contextmanager
     def writing(self, patience: float | None = None, *, size: int = MEGABYTE) -> Iterator[Connection]:
-        """Give the connection in a transaction: all of the block is written, or nothing."""
+        """Return the connection in a transaction: all of the block is written, or nothing."""
         with LOCK, self._explained():
             if self.read_only:
                 raise LedgerError(
@@ -156,7 +166,6 @@ class LedgerFile:
                 self._settle(connection)
 
     def close(self) -> None:
-        """Close this process's connection; the next use opens another one."""
         with LOCK:
             connection, self._connection = self._connection, None
             if connection is None:
@@ -167,7 +176,7 @@ class LedgerFile:
                 _left_to_the_parent.append(connection)
 
     def size(self) -> int:
-        """Give how many bytes the file has, with what waits beside it."""
+        """Count how many bytes the file has, with what waits beside it."""
         return _size(str(self.path)) + _size(f"{self.path}-wal")
 
     def _connect(self) -> Connection:
@@ -216,6 +225,8 @@ class LedgerFile:
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError, MemoryError) as error:
+            if raised_in_sqlite:
+                raise raised_in_sqlite.pop() from None
             if getattr(error, "sqlite_errorname", "").startswith(_LASTING):
                 self.close()  # A connection does not recover from these; a new one may.
             raise _explain(error, self.path) from error
@@ -255,18 +266,16 @@ _LASTING = ("SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_CANTOPEN"
 
 
 def _size(path: str) -> int:
-    try:
+    with suppress(OSError):
         return os.stat(path).st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    try:
+    with suppress(OSError):
         status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+        return status.st_dev, status.st_ino
+    return None
 
 
 def _open_to_write(path: Path) -> Connection:
@@ -365,20 +374,17 @@ def _checked(path: Path, how: str) -> Connection:
 
 
 def _connection(path: Path, how: str) -> Connection:
-    try:
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?{how}",
-            uri=True,
-            timeout=PATIENCE,
-            isolation_level=None,
-            check_same_thread=False,
-            factory=Connection,
-        )
-    except sqlite3.Error as error:
-        raise _explain(error, path) from error
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?{how}",
+        uri=True,
+        timeout=PATIENCE,
+        isolation_level=None,
+        check_same_thread=False,
+        factory=Connection,
+    )
     connection.meter = _Meter()
     connection.meter.allow(_size(str(path)) + _size(f"{path}-wal"))
-    connection.set_progress_handler(connection.meter, STEPS)
+    connection.set_progress_handler(connection.meter.check, STEPS)
     # Nothing in a file from someone else may run: no function, no trigger; and its pages are looked at twice.
     for limit, value in (
         (sqlite3.SQLITE_LIMIT_LENGTH, MEGABYTE),

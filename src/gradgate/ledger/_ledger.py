@@ -11,32 +11,12 @@ from weakref import finalize
 
 from gradgate._html import IncidentList, incident_html
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.ledger import _runs, _select
 from gradgate.ledger._exporting import export_incidents, pandas_frame, polars_frame
 from gradgate.ledger._file import LedgerFile
-from gradgate.ledger._histories import SampleHistory, hardest_of, read_histories, suspicious_of, write_losses
-from gradgate.ledger._rows import name_text
-from gradgate.ledger._runs import (
-    Decision,
-    Run,
-    bad_samples,
-    decide,
-    read_decisions,
-    read_runs,
-    this_run,
-    time_of_release,
-    write_decisions,
-)
-from gradgate.ledger._select import (
-    Answer,
-    Filters,
-    Stats,
-    ask,
-    blob,
-    count_incidents,
-    matches,
-    one_incident,
-    select_incidents,
-)
+from gradgate.ledger._runs import Decision, Run, SampleHistory, decide, this_run
+from gradgate.ledger._schema import name_text
+from gradgate.ledger._select import Answer, Filters, Stats
 from gradgate.ledger._writer import Entry, Writer, merge_files, with_details
 from gradgate.records import Incident
 
@@ -91,10 +71,8 @@ class Ledger:
             raise ArgumentValueError(
                 f"Ledger(): `path` is {path!r}.", why="a ledger is a file.", fix='gg.Ledger("run.ledger")'
             )
-        self.payload = payload
-        self.snapshot = snapshot
-        self.payload_limit = payload_limit
-        self.snapshot_limit = snapshot_limit
+        self.payload, self.payload_limit = payload, payload_limit
+        self.snapshot, self.snapshot_limit = snapshot, snapshot_limit
         self.read_only = read_only
         self._file = LedgerFile(self.path.absolute(), read_only=read_only)
         # A reader is no run, and is not made to wait for the questions that describe one.
@@ -141,7 +119,7 @@ class Ledger:
                 opened with snapshot=True.
 
         Raises:
-            ArgumentTypeError: Something is not an incident.
+            ArgumentTypeError: Something is not an incident, or a payload is not bytes.
         """
         incidents = list(incidents)
         for incident in incidents:
@@ -150,6 +128,13 @@ class Ledger:
                     f"record_many(): {incident!r:.60} is not an incident.",
                     why="a ledger holds records of one kind.",
                     fix='gg.Incident(stage="load", cause="exception", sample_id="img_17.png")',
+                )
+        for data in (*(payloads or {}).values(), snapshot):
+            if data is not None and not isinstance(data, bytes):
+                raise ArgumentTypeError(
+                    f"record_many(): a payload or the snapshot is of type {type(data).__name__}.",
+                    why="a ledger stores bytes; `gg.Guard(payload=True)` encodes samples itself.",
+                    fix="ledger.record(incident, payload=bytes(data))",
                 )
         self._writer.add([self._entry(incident, (payloads or {}).get(incident.id), snapshot) for incident in incidents])
 
@@ -177,9 +162,9 @@ class Ledger:
         sample = name_text(sample_id)
         self._writer.flush()
         with self._file.writing() as connection:
-            was_bad = bool(bad_samples(connection, sample=sample))
+            was_bad = bool(_runs.bad_samples(connection, sample=sample))
             release = decide("release", sample, self.run, reason=reason)
-            write_decisions(connection, [replace(release, time=time_of_release(connection, sample))])
+            _runs.write_decisions(connection, [replace(release, time=_runs.time_of_release(connection, sample))])
         return was_bad
 
     def record_decisions(self, kind: Literal["skip", "retry"], sample_ids: Iterable[object], epoch: int) -> None:
@@ -196,7 +181,7 @@ class Ledger:
         decisions = [decide(kind, name_text(sample), self.run, epoch) for sample in sample_ids]
         if decisions:
             with self._file.writing() as connection:
-                write_decisions(connection, decisions)
+                _runs.write_decisions(connection, decisions)
 
     def merge(self, other: Ledger | str | os.PathLike[str]) -> int:
         """Copy everything from another ledger that this one does not have; doing it again changes nothing.
@@ -228,7 +213,7 @@ class Ledger:
     def incidents(
         self, *, limit: int | None = None, newest_first: bool = False, **filters: Unpack[Filters]
     ) -> list[Incident]:
-        """Give the incidents in the order of time, those that are only in memory last.
+        """Return the incidents in the order of time, those that are only in memory last.
 
         Args:
             limit: How many at most.
@@ -244,16 +229,15 @@ class Ledger:
             LedgerError: The file cannot be read.
         """
         if limit is not None and limit < 0:
-            raise ArgumentValueError(
-                f"incidents(): `limit` is {limit}.", why="it says how many to give at most.", fix="limit=50"
-            )
+            what = f"incidents(): `limit` is {limit}."
+            raise ArgumentValueError(what, why="it is the largest number to return.", fix="limit=50")
         with self._file.reading() as connection:
-            found = list(select_incidents(connection, filters, limit=limit, newest_first=newest_first))
-        waiting = [incident for incident in self._writer.waiting if matches(incident, filters)]
+            found = list(_select.select_incidents(connection, filters, limit=limit, newest_first=newest_first))
+        waiting = [incident for incident in self._writer.waiting if _select.matches(incident, filters)]
         return IncidentList((waiting[::-1] + found if newest_first else found + waiting)[:limit])
 
     def incident(self, incident_id: str) -> Incident:
-        """Give one incident.
+        """Return one incident.
 
         Args:
             incident_id: Its id, or the beginning of it if that fits no other.
@@ -266,10 +250,10 @@ class Ledger:
             LedgerError: The file cannot be read.
         """
         with self._file.reading() as connection:
-            return one_incident(connection, incident_id)
+            return _select.one_incident(connection, incident_id)
 
     def payload_of(self, incident_id: str) -> bytes | None:
-        """Give the stored sample of an incident.
+        """Return the stored sample of an incident.
 
         Args:
             incident_id: The incident's id.
@@ -278,10 +262,10 @@ class Ledger:
             The sample as bytes, or None if it was not stored.
         """
         with self._file.reading(whole=True) as connection:
-            return blob(connection, "SELECT data FROM payload WHERE incident = ?", incident_id)
+            return _select.blob(connection, "SELECT data FROM payload WHERE incident = ?", incident_id)
 
     def snapshot_of(self, incident_id: str) -> bytes | None:
-        """Give the stored weights and random state of an incident.
+        """Return the stored weights and random state of an incident.
 
         Args:
             incident_id: The incident's id.
@@ -291,17 +275,12 @@ class Ledger:
         """
         question = "SELECT data FROM snapshot WHERE digest = (SELECT snapshot FROM incident WHERE id = ?)"
         with self._file.reading(whole=True) as connection:
-            return blob(connection, question, incident_id)
+            return _select.blob(connection, question, incident_id)
 
     def bad_ids(
-        self,
-        min_count: int = 1,
-        cause: str | None = None,
-        *,
-        retry_after: int | None = None,
-        epoch: int | None = None,
+        self, min_count: int = 1, cause: str | None = None, *, retry_after: int | None = None, epoch: int | None = None
     ) -> set[str]:
-        """Give the samples that are known to be bad: with incidents that are not transient and not released since.
+        """Return the samples that are known to be bad: with incidents that are not transient and not released since.
 
         Args:
             min_count: How many such incidents make a sample bad.
@@ -318,9 +297,8 @@ class Ledger:
             LedgerError: The file cannot be read.
         """
         if min_count < 1:
-            raise ArgumentValueError(
-                f"bad_ids(): `min_count` is {min_count}.", why="a sample without incidents is good.", fix="min_count=1"
-            )
+            what = f"bad_ids(): `min_count` is {min_count}."
+            raise ArgumentValueError(what, why="a sample without incidents is good.", fix="min_count=1")
         if retry_after is not None and epoch is None:
             raise ArgumentValueError(
                 f"bad_ids(): `retry_after` is {retry_after}, but `epoch` is not given.",
@@ -328,7 +306,7 @@ class Ledger:
                 fix=f"ledger.bad_ids(retry_after={retry_after}, epoch=epoch)",
             )
         with self._file.reading() as connection:
-            found = bad_samples(connection, cause)
+            found = _runs.bad_samples(connection, cause)
         for incident in self._writer.waiting:
             if incident.sample_id is not None and not incident.transient and cause in (None, incident.cause):
                 count, last = found.get(incident.sample_id, (0, None))
@@ -340,7 +318,7 @@ class Ledger:
         return bad
 
     def decisions(self, sample_id: object = None) -> list[Decision]:
-        """Give what was decided about samples, in the order of time.
+        """Return what was decided about samples, in the order of time.
 
         Args:
             sample_id: Only about this sample.
@@ -349,7 +327,7 @@ class Ledger:
             The decisions.
         """
         with self._file.reading() as connection:
-            return read_decisions(connection, sample_id)
+            return _runs.read_decisions(connection, sample_id)
 
     def record_losses(self, losses: Iterable[tuple[object, float]]) -> None:
         """Add losses of samples to their histories, as `Guard(history=True)` does; the last 32 of each are kept.
@@ -361,16 +339,19 @@ class Ledger:
             LedgerError: The file cannot be written.
         """
         with self._file.writing() as connection:
-            write_losses(connection, losses)
+            _runs.write_losses(connection, losses)
 
     def hardest(self, k: int = 10) -> list[SampleHistory]:
-        """Give the samples with the largest losses, by the median of the last three.
+        """Return the samples with the largest losses, by the median of the last three.
 
         Args:
             k: How many.
 
         Returns:
             The hardest first.
+
+        Raises:
+            ArgumentValueError: `k` is negative.
 
         Examples:
             >>> import tempfile
@@ -379,11 +360,13 @@ class Ledger:
             >>> [(one.sample_id, one.losses) for one in ledger.hardest(2)]
             [('b.png', (4.0,)), ('a.png', (0.5, 0.25))]
         """
+        if k < 0:
+            raise ArgumentValueError(f"hardest(): `k` is {k}.", why="it is a number of samples.", fix="k=10")
         with self._file.reading() as connection:
-            return hardest_of(read_histories(connection), k)
+            return _runs.hardest_of(_runs.read_histories(connection), k)
 
     def suspicious(self, threshold: float = 3.5) -> list[SampleHistory]:
-        """Give the samples whose loss is high and does not fall: probably labelled wrongly, or not to be learned.
+        """Return the samples whose loss is high and does not fall: probably labelled wrongly, or not to be learned.
 
         High is a median of the last three losses that is `threshold` deviations above the median of all samples (1.4826
         times the median absolute deviation). A loss falls if the later half is a fifth below the earlier one. Samples
@@ -396,7 +379,7 @@ class Ledger:
             The hardest first.
         """
         with self._file.reading() as connection:
-            return suspicious_of(read_histories(connection), threshold)
+            return _runs.suspicious_of(_runs.read_histories(connection), threshold)
 
     def stats(self, **filters: Unpack[Filters]) -> Stats:
         """Count the incidents by run, stage, cause and exception, and name the worst samples.
@@ -408,7 +391,7 @@ class Ledger:
             The counts, of what is in the file.
         """
         with self._file.reading() as connection:
-            return count_incidents(connection, filters)
+            return _select.count_incidents(connection, filters)
 
     def export(
         self, path: str | os.PathLike[str] | IO[bytes], format: str | None = None, **filters: Unpack[Filters]
@@ -435,10 +418,10 @@ class Ledger:
                 f"export(): {target} is the ledger itself.", why="it would be replaced.", fix='"incidents.csv"'
             )
         with self._file.reading() as connection:
-            return export_incidents(select_incidents(connection, filters), target, format)
+            return export_incidents(_select.select_incidents(connection, filters), target, format)
 
     def to_pandas(self, **filters: Unpack[Filters]) -> Any:
-        """Give the incidents as a data frame of pandas, one row each, in the order of time.
+        """Return the incidents as a data frame of pandas, one row each, in the order of time.
 
         The columns are the attributes of `Incident`: texts, `Int64`, `Float64` (NaN is a value, NA is missing), and
         `time` in UTC. `details` is JSON.
@@ -455,7 +438,7 @@ class Ledger:
         return pandas_frame(self.incidents(**filters))
 
     def to_polars(self, **filters: Unpack[Filters]) -> Any:
-        """Give the incidents as a data frame of polars, one row each, in the order of time.
+        """Return the incidents as a data frame of polars, one row each, in the order of time.
 
         The columns are the attributes of `Incident`; `time` is in UTC, `details` is JSON.
 
@@ -488,16 +471,16 @@ class Ledger:
             ArgumentValueError: The SQL is wrong, or does more than read.
             LedgerError: It took too long, or the file cannot be read.
         """
-        return ask(self._file.path, question, values, limit, seconds)
+        return _select.ask(self._file.path, question, values, limit, seconds)
 
     def runs(self) -> list[Run]:
-        """Give all runs that wrote to this file, the first first.
+        """Return all runs that wrote to this file, the first first.
 
         Returns:
             The runs.
         """
         with self._file.reading() as connection:
-            return read_runs(connection)
+            return _runs.read_runs(connection)
 
     def close(self) -> None:
         """Write what is left and the end of the run, and close the file; done by itself when the process ends."""
@@ -518,46 +501,29 @@ class Ledger:
         return incident_html(title, self.incidents(limit=10, newest_first=True), counted.incidents)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (
-            self.path,
-            self.payload,
-            self.snapshot,
-            self.payload_limit,
-            self.snapshot_limit,
-            self.read_only,
-            self._writer.run,
-        )
+        names = ("payload", "snapshot", "payload_limit", "snapshot_limit", "read_only")
+        return _reopen, (self.path, {name: getattr(self, name) for name in names}, self._writer.run)
 
     def _entry(self, incident: Incident, payload: bytes | None, snapshot: bytes | None) -> Entry:
-        left_out = {}
-        if payload is not None and (not self.payload or len(payload) > self.payload_limit):
-            left_out["payload"] = _reason(payload, self.payload, self.payload_limit)
-            payload = None
-        if snapshot is not None and (not self.snapshot or len(snapshot) > self.snapshot_limit):
-            left_out["snapshot"] = _reason(snapshot, self.snapshot, self.snapshot_limit)
-            snapshot = None
-        if left_out:
-            incident = with_details(incident, not_stored=left_out)
-        return Entry(incident if incident.run is not None else replace(incident, run=self.run), payload, snapshot)
+        reasons = {
+            "payload": _why_not(payload, self.payload, self.payload_limit),
+            "snapshot": _why_not(snapshot, self.snapshot, self.snapshot_limit),
+        }
+        if any(reasons.values()):
+            incident = with_details(incident, not_stored={name: why for name, why in reasons.items() if why})
+        if incident.run is None:
+            incident = replace(incident, run=self.run)
+        return Entry(incident, None if reasons["payload"] else payload, None if reasons["snapshot"] else snapshot)
 
 
-def _reason(data: bytes, wanted: bool, limit: int) -> str:
-    if not wanted:
-        return "the ledger was opened without it"
-    return f"{len(data):,} bytes, over the limit of {limit:,}"
+def _why_not(data: bytes | None, wanted: bool, limit: int) -> str:
+    if data is None or (wanted and len(data) <= limit):
+        return ""
+    return f"{len(data):,} bytes, over the limit of {limit:,}" if wanted else "the ledger was opened without it"
 
 
-def _reopen(
-    path: Path, payload: bool, snapshot: bool, payload_limit: int, snapshot_limit: int, read_only: bool, run: Run
-) -> Ledger:
-    """Open in another process what was pickled there; it is the same run."""
-    ledger = Ledger(
-        path,
-        payload,
-        snapshot=snapshot,
-        payload_limit=payload_limit,
-        snapshot_limit=snapshot_limit,
-        read_only=read_only,
-    )
+def _reopen(path: Path, settings: dict[str, Any], run: Run) -> Ledger:
+    """Open in another process what was pickled; it is the same run."""
+    ledger = Ledger(path, **settings)
     ledger._writer.run = run
     return ledger

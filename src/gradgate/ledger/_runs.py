@@ -1,7 +1,8 @@
-"""What a ledger holds beside incidents: the runs that wrote them, and what was decided about samples.
+"""What a ledger holds beside incidents: runs, decisions about samples, and the losses of samples.
 
 A sample is bad while it has incidents that are not transient and that came after its last release. What was decided -
-to release it, to leave it out of an epoch, to try it again - is written down like the incidents themselves.
+to release it, to leave it out of an epoch, to try it again - is written down like the incidents themselves. Of each
+sample the last losses are kept, in half precision, in a table that is made when the first one is written.
 """
 
 from __future__ import annotations
@@ -10,27 +11,29 @@ import math
 import os
 import platform
 import secrets
+import struct
 import subprocess
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
+from statistics import median
 from types import NoneType
 from typing import Any, Literal
 
 from gradgate._text import as_text
 from gradgate.ledger._file import Connection
-from gradgate.ledger._rows import MESSAGE_LIMIT, as_json, check_kinds, name_text, read_json
+from gradgate.ledger._schema import HISTORY, MESSAGE_LIMIT, as_json, check_kinds, name_text, read_json
+from gradgate.records import Record
 
 Kind = Literal["release", "skip", "retry"]
 
-ARGUMENTS_LIMIT = 100_000
-"""How many characters the arguments of a run may take as JSON."""
+ARGUMENTS_LIMIT = 100_000  # characters of JSON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Run(Record):
     """One training that wrote to the ledger.
 
     Attributes:
@@ -55,17 +58,9 @@ class Run:
     arguments: dict[str, Any] = field(default_factory=dict)
     incidents: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Give the record as a plain dictionary.
-
-        Returns:
-            One entry for each attribute.
-        """
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class Decision(Record):
     """What was decided about a sample.
 
     Attributes:
@@ -85,14 +80,6 @@ class Decision:
     epoch: int | None
     time: float
     reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give the record as a plain dictionary.
-
-        Returns:
-            One entry for each attribute.
-        """
-        return asdict(self)
 
 
 def this_run(name: str | None, arguments: Mapping[str, Any] | None) -> Run:
@@ -129,7 +116,6 @@ def finish_run(connection: Connection, name: str, ended: float) -> None:
 
 
 def read_runs(connection: Connection) -> list[Run]:
-    """Read all runs, the first first."""
     names = tuple(Run.__dataclass_fields__)
     rows = connection.rows(f"SELECT {', '.join(names)} FROM runs ORDER BY started, name")
     found = [dict(zip(names, row, strict=True)) for row in rows]
@@ -169,7 +155,6 @@ def read_decisions(connection: Connection, sample_id: object = None) -> list[Dec
 
 
 def last_release(connection: Connection, sample_id: str) -> float | None:
-    """Give when a sample was released most recently."""
     question = "SELECT max(time) FROM decision WHERE sample_id = ? AND kind = 'release'"
     released = connection.execute(question, (sample_id,)).fetchone()[0]
     check_kinds({"time": released}, {"time": (int, float, NoneType)}, "a decision")
@@ -177,7 +162,7 @@ def last_release(connection: Connection, sample_id: str) -> float | None:
 
 
 def time_of_release(connection: Connection, sample_id: str) -> float:
-    """Give a time for a release of now: after everything that the sample has done, also if the clock was set back."""
+    """Return a time for a release of now: after everything that the sample has done, also if the clock was set back."""
     question = "SELECT max(time) FROM incident WHERE sample_id = ?"
     failed = connection.execute(question, (sample_id,)).fetchone()[0]
     check_kinds({"time": failed}, {"time": (int, float, NoneType)}, "an incident")
@@ -241,3 +226,103 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+# --- Losses of samples ----------------------------------------------------------------------------------------------
+
+
+KEPT = 32  # losses of a sample, the last ones
+_LARGEST = 65504.0  # of half precision
+_ENOUGH = 4  # losses, to judge a sample by
+_RECENT = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleHistory(Record):
+    """The losses of one sample.
+
+    Attributes:
+        sample_id: The sample.
+        losses: Its last losses, at most 32, the oldest first, in half precision.
+    """
+
+    sample_id: str
+    losses: tuple[float, ...]
+
+    @property
+    def recent(self) -> float:
+        """The median of the last three losses."""
+        return median(self.losses[-_RECENT:])
+
+
+def write_losses(connection: Connection, losses: Iterable[tuple[object, float]]) -> None:
+    """Add losses of samples in the order of time; what is not finite has an incident, and is passed over."""
+    new: dict[str, list[float]] = {}
+    for sample, loss in losses:
+        if sample is not None and math.isfinite(loss):
+            new.setdefault(name_text(sample), []).append(max(min(loss, _LARGEST), -_LARGEST))
+    if not new:
+        return
+    if not _is_there(connection):
+        connection.execute(HISTORY)
+    connection.executemany(
+        "INSERT INTO history (sample_id, losses) VALUES (?, ?) ON CONFLICT (sample_id) "
+        f"DO UPDATE SET losses = substr(CAST(losses || excluded.losses AS BLOB), -{2 * KEPT})",
+        [(name, struct.pack(f"<{len(added[-KEPT:])}e", *added[-KEPT:])) for name, added in new.items()],
+    )
+
+
+def read_histories(connection: Connection) -> list[SampleHistory]:
+    if not _is_there(connection):
+        return []
+    histories = []
+    for name, packed in connection.rows("SELECT sample_id, losses FROM history ORDER BY sample_id"):
+        check_kinds({"sample_id": name}, {"sample_id": (str,)}, "a history")
+        if losses := _unpacked(packed):
+            histories.append(SampleHistory(sample_id=name, losses=losses))
+    return histories
+
+
+def merge_histories(histories: Iterable[SampleHistory], target: Connection) -> None:
+    """Copy the losses of samples that the target does not know: two histories of one sample have no common order."""
+    known = {history.sample_id for history in read_histories(target)}
+    new = [history for history in histories if history.sample_id not in known]
+    write_losses(target, [(history.sample_id, loss) for history in new for loss in history.losses])
+
+
+def hardest_of(histories: Iterable[SampleHistory], k: int) -> list[SampleHistory]:
+    return sorted(histories, key=lambda history: (-history.recent, history.sample_id))[:k]
+
+
+def suspicious_of(histories: list[SampleHistory], threshold: float) -> list[SampleHistory]:
+    """Return the samples whose loss is far above that of the others and does not fall."""
+    recent = [history.recent for history in histories]
+    if not recent:
+        return []
+    middle = median(recent)
+    limit = middle + threshold * 1.4826 * median(abs(loss - middle) for loss in recent)
+    return hardest_of(
+        (one for one in histories if len(one.losses) >= _ENOUGH and one.recent > limit and not _falls(one)),
+        len(histories),
+    )
+
+
+def _falls(history: SampleHistory) -> bool:
+    """Return whether the later half of the losses is at least a fifth below the earlier one."""
+    half = len(history.losses) // 2
+    earlier, later = median(history.losses[:half]), median(history.losses[-half:])
+    return later < earlier - 0.2 * abs(earlier)
+
+
+def _is_there(connection: Connection) -> bool:
+    found: Mapping[int, Any] | None = connection.execute(
+        "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'history' AND sql = ?", (HISTORY,)
+    ).fetchone()
+    return found is not None
+
+
+def _unpacked(packed: Any) -> tuple[float, ...]:
+    check_kinds({"losses": packed}, {"losses": (bytes,)}, "a history")
+    count = min(len(packed) // 2, KEPT)
+    values: tuple[float, ...] = struct.unpack(f"<{count}e", packed[: 2 * count])
+    return tuple(value for value in values if math.isfinite(value))

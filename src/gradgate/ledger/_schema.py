@@ -1,4 +1,4 @@
-"""What a ledger file looks like inside, how it is recognised, and how an older one is brought up to date.
+"""The tables of a ledger file, how it is recognised and upgraded, and an incident as a row.
 
 Nothing here trusts a file. Every object of its schema is compared with those that this version makes, word for word.
 A file that lacks one of them is no ledger. A file that has others - a trigger, an index, a view, a table - is never
@@ -7,13 +7,19 @@ written, because they could change what a write does; reading it runs none of th
 
 from __future__ import annotations
 
+import json
+import math
 import sqlite3
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from types import NoneType
+from typing import Any
 
+from gradgate._text import as_text, json_text
 from gradgate.errors import LedgerError
+from gradgate.records import Incident
 
-APPLICATION_ID = 0x67724764
-"""The four bytes "grGd" in the header of the file: this is a ledger, not some other SQLite file."""
+APPLICATION_ID = 0x67724764  # "grGd" in the header of the file: a ledger, not some other SQLite file
 
 _FIRST = (
     """CREATE TABLE run (
@@ -62,12 +68,11 @@ WHERE sample_id IS NOT NULL GROUP BY sample_id""",
 FROM run""",
 )
 
+# Only in files that have losses, so that others stay readable by every version.
 HISTORY = "CREATE TABLE history (sample_id TEXT PRIMARY KEY NOT NULL, losses BLOB NOT NULL) WITHOUT ROWID"
-"""The losses of samples; only in files that have any, so that others stay readable by every version."""
 
+# The statements that lead from each version of the schema to the next; a file of version n has seen the first n.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
-"""The statements that lead from each version of the schema to the next; a file of version n has seen the first n."""
-
 
 Definition = tuple[str, str, str, str | None]
 
@@ -169,7 +174,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 @cache
 def _expected(version: int) -> frozenset[Definition]:
-    """Give the definitions of a schema version by making one in memory."""
+    """Make a schema of a version in memory, and give its definitions."""
     scratch = sqlite3.connect(":memory:", isolation_level=None)
     try:
         for step in MIGRATIONS[:version]:
@@ -178,3 +183,155 @@ def _expected(version: int) -> frozenset[Definition]:
         return frozenset(scratch.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
     finally:
         scratch.close()
+
+
+# --- An incident as a row --------------------------------------------------------------------------------------------
+
+
+MESSAGE_LIMIT = 2_000  # characters of an exception's text, which may quote the data
+NAME_LIMIT = 50_000  # characters of the name of a sample, a run, a module or a line
+DETAILS_LIMIT = 16_000  # characters of JSON
+DEEPEST = 64  # levels of JSON that are read; 9 are written
+
+# In the order of the attributes of an incident; `place` is `where`, which is a word of SQL.
+COLUMNS = (
+    "id", "run", "step", "epoch", "rank", "world_size", "sample_id", "row", "stage", "cause", "exception_type",
+    "message", "place", "module", "loss", "grad_norm", "transient", "time", "details",
+)  # fmt: skip
+_ATTRIBUTES = tuple(Incident.__dataclass_fields__)
+_LARGEST = 2**63 - 1
+
+
+def to_row(incident: Incident) -> tuple[Any, ...]:
+    """Write an incident as one value for each of COLUMNS, whatever it holds: a record must not stop a training."""
+    return (
+        name_text(incident.id),
+        _name(incident.run),
+        _integer(incident.step),
+        _integer(incident.epoch),
+        _integer(incident.rank) or 0,
+        _integer(incident.world_size) or 1,
+        _name(incident.sample_id),
+        _integer(incident.row),
+        name_text(incident.stage),
+        as_text(incident.cause, MESSAGE_LIMIT),
+        _name(incident.exception_type),
+        as_text(incident.message, MESSAGE_LIMIT),
+        _name(incident.where),
+        _name(incident.module),
+        _real(incident.loss),
+        _real(incident.grad_norm),
+        int(bool(incident.transient)),
+        finite(incident.time),
+        as_json(incident.details, DETAILS_LIMIT),
+    )
+
+
+def from_row(row: Sequence[Any]) -> Incident:
+    """Read a row; a value of a kind that no ledger writes is a LedgerError, because it must not pass as evidence."""
+    wrong = _first_wrong(tuple(map(type, row)))
+    if wrong is not None:
+        raise damaged(f"`{COLUMNS[wrong]}` of an incident is {row[wrong]!r:.60}")
+    values = dict(zip(_ATTRIBUTES, row, strict=True))
+    for name in ("loss", "grad_norm"):
+        number = values[name]
+        if number is not None:
+            if type(number) is str and number != "nan":
+                raise damaged(f"`{name}` of an incident is {number!r:.60}")
+            values[name] = float(number)
+    values["transient"] = bool(values["transient"])
+    values["details"] = read_json(values["details"])
+    return Incident(**values)
+
+
+def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], of: str) -> None:
+    for name, allowed in kinds.items():
+        if name in values and not isinstance(values[name], allowed):
+            raise damaged(f"`{name}` of {of} is {values[name]!r:.60}")
+
+
+def name_text(value: object) -> str:
+    return as_text(value, NAME_LIMIT)
+
+
+def as_json(value: Mapping[str, Any], limit: int) -> str:
+    """Write an object as JSON, whatever is in it; what is longer than the limit is cut and becomes text."""
+    if not value:
+        return "{}"
+    text = json_text(value, depth=9)
+    return text if len(text) <= limit else json_text({"cut": text[:limit], "characters": len(text)})
+
+
+def read_json(text: str) -> dict[str, Any]:
+    """Read the JSON of a row, which must be an object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"a JSON text cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise damaged("a JSON text is not an object")
+    if text.count("{") + text.count("[") > DEEPEST and _is_deep(value):
+        raise damaged(f"a JSON text is nested more than {DEEPEST} deep")
+    return value
+
+
+def damaged(what: str) -> LedgerError:
+    return LedgerError(
+        f"the ledger is damaged: {what}.", why="no ledger writes that.", fix="PRAGMA integrity_check   -- in sqlite3"
+    )
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("id", "stage", "cause", "message", "details"), (str,)),
+    **dict.fromkeys(("run", "sample_id", "exception_type", "place", "module"), (str, NoneType)),
+    **dict.fromkeys(("step", "epoch", "row"), (int, NoneType)),
+    **dict.fromkeys(("rank", "world_size", "transient"), (int,)),
+    **dict.fromkeys(("loss", "grad_norm"), (float, int, str, NoneType)),
+    "time": (float, int),
+}
+
+
+@lru_cache(1024)
+def _first_wrong(kinds: tuple[type, ...]) -> int | None:
+    """Find the first column that is of a wrong kind; the rows of a ledger have few combinations of kinds."""
+    pairs = enumerate(zip(COLUMNS, kinds, strict=True))
+    return next((place for place, (name, kind) in pairs if kind not in _KINDS[name]), None)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            item
+            for one in level
+            if isinstance(one, dict | list)
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+    return bool(level)
+
+
+def _name(value: object) -> str | None:
+    return None if value is None else name_text(value)
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if -_LARGEST <= number <= _LARGEST else None
+
+
+def _real(value: Any) -> float | str | None:
+    """Return a number as SQLite can hold it: a NaN, which it would turn into NULL, as the text 'nan'."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return "nan" if math.isnan(number) else number
+
+
+def finite(value: Any) -> float:
+    """Return a time as a number that a calendar may know; 0 for what is none."""
+    number = _real(value)
+    return number if isinstance(number, float) and math.isfinite(number) else 0.0

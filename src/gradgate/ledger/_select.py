@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
 
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, NothingMatchedError
-from gradgate.ledger._file import MEGABYTE, STEPS, Connection, LedgerFile, TooLong
-from gradgate.ledger._rows import COLUMNS, check_kinds, from_row, name_text
-from gradgate.records import Incident
+from gradgate.ledger._file import MEGABYTE, Connection, LedgerFile, TooLong, raised_in_sqlite
+from gradgate.ledger._schema import COLUMNS, check_kinds, from_row, name_text
+from gradgate.records import Incident, Record
 
-Moment = float | str | datetime
-"""A time: seconds since the epoch of the clock, a datetime, ISO text, or an age such as "2h" or "3d"."""
+Moment = float | str | datetime  # seconds since the epoch of the clock, a datetime, ISO text, or an age such as "2h"
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -37,40 +37,24 @@ class Filters(TypedDict, total=False):
     transient: bool | None
 
 
-_CONDITIONS = {
-    "run": "run = ?",
-    "cause": "cause = ?",
-    "stage": "stage = ?",
-    "sample_id": "sample_id = ?",
-    "since": "time >= ?",
-    "until": "time < ?",
-    "transient": "transient = ?",
-}
+_CONDITIONS = {name: f"{name} = ?" for name in Filters.__annotations__} | {"since": "time >= ?", "until": "time < ?"}
 
 
 def where(filters: Mapping[str, Any], *, by_index: bool = True) -> tuple[str, list[Any]]:
-    """Write filters as a condition in SQL, and its values.
-
-    Without `by_index` SQLite does not look for them in an index of their own: everything is counted anyway.
-
-    Examples:
-        >>> where({"cause": "exception", "run": None})
-        ('cause = ?', ['exception'])
-    """
+    """Write filters as a condition in SQL, and its values."""
     given = _given(filters)
-    plus = "" if by_index else "+"
+    plus = "" if by_index else "+"  # SQLite uses no index for such a term: everything is counted anyway.
     return " AND ".join(f"{plus}{_CONDITIONS[name]}" for name in given) or "TRUE", list(given.values())
 
 
 def matches(incident: Incident, filters: Mapping[str, Any]) -> bool:
-    """Tell whether an incident that is not in the file fits the filters."""
     given = _given(filters)
     since, until = given.pop("since", float("-inf")), given.pop("until", float("inf"))
     return since <= incident.time < until and all(getattr(incident, name) == value for name, value in given.items())
 
 
 def _given(filters: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the values of the filters that count, as they are in the file."""
+    """Return the values of the filters that count, as they are in the file."""
     unknown = sorted(set(filters) - set(_CONDITIONS))
     if unknown:
         raise ArgumentTypeError(
@@ -78,22 +62,12 @@ def _given(filters: Mapping[str, Any]) -> dict[str, Any]:
             why=f"the filters are {', '.join(_CONDITIONS)}.",
             fix='ledger.incidents(cause="exception", since="2h")',
         )
-    return {name: _value(name, value) for name, value in filters.items() if value is not None}
-
-
-def _value(name: str, value: Any) -> Any:
-    if name in ("since", "until"):
-        return moment(value)
-    return int(value) if name == "transient" else name_text(value)
+    kinds: dict[str, Callable[[Any], Any]] = {"since": moment, "until": moment, "transient": int}
+    return {name: kinds.get(name, name_text)(value) for name, value in filters.items() if value is not None}
 
 
 def moment(value: Moment) -> float:
-    """Give a time as seconds since the epoch of the clock; text without a zone is local time.
-
-    Examples:
-        >>> moment("1970-01-01T00:01:00+00:00"), moment(5)
-        (60.0, 5.0)
-    """
+    """Return a time as seconds since the epoch of the clock; text without a zone is local time."""
     if isinstance(value, datetime):
         return value.timestamp()
     if isinstance(value, str):
@@ -117,18 +91,12 @@ def moment(value: Moment) -> float:
 
 
 _SELECT = f"SELECT {', '.join(COLUMNS)} FROM incident"
-PREFIX = 4
-"""How many characters of an incident's id are enough to ask for it, if they fit only one."""
+PREFIX = 4  # how many characters of an incident's id are enough to ask for it, if they fit only one
 
 
 def select_incidents(
-    connection: Connection,
-    filters: Mapping[str, Any],
-    *,
-    limit: int | None = None,
-    newest_first: bool = False,
+    connection: Connection, filters: Mapping[str, Any], *, limit: int | None = None, newest_first: bool = False
 ) -> Iterator[Incident]:
-    """Read incidents in the order of time."""
     condition, values = where(filters)
     order = "DESC" if newest_first else "ASC"
     rows = connection.rows(
@@ -162,7 +130,7 @@ def one_incident(connection: Connection, incident_id: str) -> Incident:
 
 
 def _next_character(code: int) -> int:
-    """Give the code after one, without the surrogates, which cannot be stored."""
+    """Return the code after one, without the surrogates, which cannot be stored."""
     return 0xE000 if code == 0xD7FF else min(code + 1, 0x10FFFF)
 
 
@@ -176,7 +144,7 @@ def blob(connection: Connection, question: str, key: str) -> bytes | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
+class Stats(Record):
     """What there is in a ledger, counted.
 
     Attributes:
@@ -202,14 +170,6 @@ class Stats:
     by_cause: dict[str, int] = field(default_factory=dict)
     by_exception: dict[str, int] = field(default_factory=dict)
     worst: dict[str, int] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give the record as a plain dictionary.
-
-        Returns:
-            One entry for each attribute.
-        """
-        return asdict(self)
 
 
 def count_incidents(connection: Connection, filters: Mapping[str, Any], worst: int = 10) -> Stats:
@@ -273,9 +233,9 @@ def ask(path: Path, question: str, values: Sequence[Any], limit: int | None, sec
         with file.reading(whole=True) as connection:
             connection.execute("PRAGMA query_only = ON")
             connection.set_authorizer(_only_reading)
-            until = time.monotonic() + seconds
-            connection.set_progress_handler(lambda: time.monotonic() > until, STEPS)
-            connection.meter.characters = longest = 64 * MEGABYTE + 16 * file.size()
+            meter = connection.meter
+            meter.clock, meter.until, meter.steps = time.monotonic, time.monotonic() + seconds, sys.maxsize
+            meter.characters = longest = 64 * MEGABYTE + 16 * file.size()
             try:
                 cursor = connection.execute(question, values)
                 rows = list(connection.counted(islice(cursor, limit)))
@@ -285,7 +245,7 @@ def ask(path: Path, question: str, values: Sequence[Any], limit: int | None, sec
                 code = getattr(error, "sqlite_errorname", "")
                 if code in ("SQLITE_ERROR", "SQLITE_AUTH", "SQLITE_TOOBIG"):
                     raise _wrong(error) from error
-                if code == "SQLITE_INTERRUPT":
+                if code == "SQLITE_INTERRUPT" and not raised_in_sqlite:
                     raise LedgerError(
                         f"the question took longer than {seconds:g} seconds.",
                         why="a question without an end must not hold up everything.",

@@ -17,35 +17,22 @@ from typing import Any
 
 from gradgate._text import user_level
 from gradgate.errors import LedgerError, LedgerWarning
+from gradgate.ledger import _runs
 from gradgate.ledger._file import LOCK, MEGABYTE, PATIENCE, Connection, LedgerFile
-from gradgate.ledger._histories import merge_histories, read_histories
-from gradgate.ledger._rows import COLUMNS, check_kinds, finite, from_row, name_text, to_row
-from gradgate.ledger._runs import (
-    Run,
-    finish_run,
-    last_release,
-    read_decisions,
-    read_runs,
-    write_decisions,
-    write_run,
-)
+from gradgate.ledger._runs import Run
+from gradgate.ledger._schema import COLUMNS, check_kinds, finite, from_row, name_text, to_row
 from gradgate.ledger._select import blob
 from gradgate.records import Incident
 
-PATIENCE_AFTER_FAILURE = 0.05
-"""How many seconds a writer waits that has failed before: every bad step of the training would wait."""
+PATIENCE_AFTER_FAILURE = 0.05  # seconds that a writer waits that has failed before: every bad step would wait
+PAYLOADS_IN_MEMORY = 64 * 2**20  # bytes of samples kept while the file cannot be written; incidents are all kept
+PAGE = 1_000  # incidents that a merge copies in one transaction, so that other writers get their turn
 
-PAYLOADS_IN_MEMORY = 64 * 2**20
-"""How many bytes of samples are kept in memory at most while the file cannot be written; incidents are all kept."""
-
-PAGE = 1_000
-"""How many incidents a merge copies in one transaction, so that other writers get their turn."""
-
+# Only an incident of the same id is in the way; anything else that keeps a row from being written is an error.
 INSERT = (
     f"INSERT INTO incident ({', '.join(COLUMNS)}, snapshot) VALUES ({', '.join('?' * len(COLUMNS))}, ?) "
     "ON CONFLICT (id) DO NOTHING"
 )
-"""Only an incident of the same id is in the way; anything else that keeps a row from being written is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +50,6 @@ class Entry:
 
 
 class Writer:
-    """The queue in front of the file."""
-
     def __init__(self, file: LedgerFile, run: Run) -> None:
         self.file = file
         self.run = run
@@ -76,7 +61,6 @@ class Writer:
 
     @property
     def waiting(self) -> list[Incident]:
-        """The incidents that are only in memory."""
         with LOCK:
             self._notice_fork()
             return [entry.incident for entry in self._waiting]
@@ -84,7 +68,7 @@ class Writer:
     def announce(self) -> None:
         """Write the run down now, before its first incident."""
         with self.file.writing() as connection:
-            write_run(connection, self.run)
+            _runs.write_run(connection, self.run)
         self._runs.add(self.run.name)
 
     def add(self, entries: Iterable[Entry]) -> None:
@@ -103,7 +87,6 @@ class Writer:
                     self._warn("Incidents are kept in memory and written when it can be", error)
 
     def flush(self) -> None:
-        """Write what is kept in memory."""
         # After a failure one incident goes first, then twice as many each time: while nothing can be written, a try
         # costs the same however many wait.
         with LOCK:
@@ -120,7 +103,7 @@ class Writer:
         with self.file.writing(patience, size=MEGABYTE + 4 * size) as connection:
             runs = {name_text(entry.incident.run or self.run.name) for entry in entries}
             for name in runs:  # An incident may say itself which run it is of.
-                write_run(connection, replace(self.run, name=name))
+                _runs.write_run(connection, replace(self.run, name=name))
             write_entries(connection, entries)
         del self._waiting[: len(entries)]  # Not all: a signal handler may have added some meanwhile.
         self._kept -= sum(entry.weight for entry in entries)
@@ -135,7 +118,7 @@ class Writer:
                 if self._runs:
                     with self.file.writing(PATIENCE_AFTER_FAILURE if self._failed else PATIENCE) as connection:
                         for name in self._runs:
-                            finish_run(connection, name, time.time())
+                            _runs.finish_run(connection, name, time.time())
             except LedgerError as error:
                 if self._waiting:
                     count = len(self._waiting)
@@ -168,7 +151,6 @@ class Writer:
 
 
 def with_details(incident: Incident, **more: object) -> Incident:
-    """Give an incident with further details."""
     return replace(incident, details={**incident.details, **more})
 
 
@@ -210,7 +192,7 @@ def _after_release(connection: Connection, entry: Entry) -> Entry:
     incident = entry.incident
     if incident.sample_id is None:
         return entry
-    released = last_release(connection, name_text(incident.sample_id))
+    released = _runs.last_release(connection, name_text(incident.sample_id))
     failed = finite(incident.time)
     if released is None or not max(failed, time.time()) <= released < math.inf:
         return entry
@@ -222,14 +204,18 @@ def merge_files(source: LedgerFile, target: LedgerFile) -> int:
     """Copy what the target does not have: runs, incidents with their payloads, and decisions; count the incidents."""
     size = 2 * source.size()
     with source.reading() as connection:
-        runs, decisions, histories = read_runs(connection), read_decisions(connection), read_histories(connection)
+        runs, decisions, histories = (
+            _runs.read_runs(connection),
+            _runs.read_decisions(connection),
+            _runs.read_histories(connection),
+        )
     with target.writing(size=size) as connection:
         for run in runs:
-            write_run(connection, run)
+            _runs.write_run(connection, run)
             if run.ended is not None:
-                finish_run(connection, run.name, run.ended)
-        write_decisions(connection, decisions)
-        merge_histories(histories, connection)
+                _runs.finish_run(connection, run.name, run.ended)
+        _runs.write_decisions(connection, decisions)
+        _runs.merge_histories(histories, connection)
     return sum(_copy_page(source, target, rows, size) for rows in _pages(source))
 
 

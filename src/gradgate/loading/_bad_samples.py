@@ -14,7 +14,7 @@ import torch.distributed
 from torch.utils.data import get_worker_info
 
 from gradgate._source import raising_line
-from gradgate._text import class_name, log_line, text_of
+from gradgate._text import as_text, class_name, log_line, text_of
 from gradgate.records import Incident, Sink
 
 Catch = tuple[type[Exception], ...]
@@ -103,7 +103,6 @@ class Attempts:
 def mark(
     error: Exception, index: Any, cause: str = "exception", *, transient: bool = False, **details: Any
 ) -> BadSample:
-    """Make the marker of a sample from the exception that it raised."""
     worker = get_worker_info()
     incident = Incident(
         sample_id=None if index is None else str(index),
@@ -124,15 +123,12 @@ def mark(
 
 
 def name_of(names: Names, index: Any) -> str:
-    """Give the id of a sample."""
     if names is None:
         return str(index)
-    return str(names(index) if callable(names) else names[index])
+    return as_text(names(index) if callable(names) else names[index])  # as the ledger writes it: 3 for tensor(3)
 
 
 class LoadingLog:
-    """Writes down what was left out."""
-
     def __init__(self, dataset: Any, ids: Names, sink: Sink | None) -> None:
         self._names: Names = getattr(dataset, "sample_id", None) if ids is None else ids
         self.sink = sink
@@ -140,11 +136,10 @@ class LoadingLog:
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """All of them, in the order in which they were met."""
         return tuple(self._incidents)
 
     def name(self, index: Any) -> str | None:
-        """Give the id of a sample; None if it is not known which sample it is."""
+        """Return the id of a sample; None if it is not known which sample it is."""
         return None if index is None else name_of(self._names, index)
 
     def noted(self, bad: BadSample) -> BadSample:
@@ -174,7 +169,7 @@ class LoadingLog:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """Give an exception that surely can be sent to another process, or None."""
+    """Return an exception that surely can be sent to another process, or None."""
     try:
         again = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its class does when it is pickled

@@ -88,7 +88,7 @@ class _Samples:
         self._writes = self._count_writes()
 
     def take(self, rows: Sequence[int]) -> list[Any]:
-        """Give some samples, in containers that the collation may do with as it likes."""
+        """Return some samples, in containers that the collation may do with as it likes."""
         return [with_own_containers(self._samples[row]) for row in rows]
 
     def refuse_if_written(self, error: Exception) -> None:

@@ -51,8 +51,6 @@ class Around:
 
 
 class _Noting(Around):
-    """Writes down what was left out."""
-
     def __init__(self, dataset: Any, attempts: Attempts, log: LoadingLog) -> None:
         super().__init__(dataset, attempts)
         self._log = log
@@ -117,7 +115,7 @@ class ResilientStream(_Noting, IterableDataset[Any]):
 
 
 def _steps(stream: Any, attempts: Attempts) -> Iterator[tuple[Any, Any]]:
-    """Give each sample of a stream, or its marker, with its number; in a worker as "worker:number"."""
+    """Return each sample of a stream, or its marker, with its number; in a worker as "worker:number"."""
     # Nothing is tried again: a second `next` would give the next sample.
     once = Attempts(attempts.catch)
     within = iter(stream)

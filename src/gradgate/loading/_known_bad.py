@@ -43,7 +43,7 @@ class _Without(Subset[Sample]):
         return f"without({type(self.dataset).__name__}: {len(self.indices)} of {whole} samples)"
 
     def sample_id(self, index: int) -> str:
-        """Give the name of a sample in the whole dataset, which is the one that belongs in a ledger."""
+        """Return the name of a sample in the whole dataset, which is the one that belongs in a ledger."""
         return name_of(self._names, self.indices[index])
 
 
@@ -55,7 +55,7 @@ def without(
     min_count: int = 1,
     cause: str | None = None,
 ) -> Subset[Sample]:
-    """Give a dataset without the samples that a ledger knows to be bad.
+    """Return a dataset without the samples that a ledger knows to be bad.
 
     It is made of what is known now. For a set that changes from epoch to epoch, call it again, or use a
     `QuarantineSampler`. A ledger that is not there yet knows nothing: the first run can have the same line.
@@ -170,7 +170,7 @@ class QuarantineSampler(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give where the epoch is, to be saved with a checkpoint; also for torchdata's StatefulDataLoader.
+        """Return where the epoch is, to be saved with a checkpoint; also for torchdata's StatefulDataLoader.
 
         Returns:
             How many indexes were given, what the epoch leaves out, and the random state that its order was drawn from.
@@ -225,7 +225,7 @@ class QuarantineSampler(Sampler[Any]):
                 yield entry
 
     def __len__(self) -> int:
-        """Give how many indexes an epoch has by what is known now; at most that many where it cannot be foreseen."""
+        """Count how many indexes an epoch has by what is known now; at most that many where it cannot be foreseen."""
         if self._length is None:
             self._length = self._count(self.sampler)
         return self._length
@@ -245,7 +245,7 @@ class QuarantineSampler(Sampler[Any]):
         return name_of(self.ids, index) not in self._bad
 
     def _good_of(self, sampler: DistributedSampler[Any]) -> list[int]:
-        """Give the good indexes of all ranks in the order that the sampler has for this epoch."""
+        """Return the good indexes of all ranks in the order that the sampler has for this epoch."""
         alone = copy(sampler)
         alone.num_replicas, alone.rank = 1, 0
         alone.num_samples = alone.total_size = len(sampler.dataset)  # type: ignore[arg-type]
@@ -304,12 +304,12 @@ def _check_names(names: Names, length: int) -> None:
 
 
 def _is_stock(sampler: Sampler[Any]) -> bool:
-    """Tell whether a sampler shares the samples as torch's own does, so that it can be done again without some."""
+    """Return whether a sampler shares the samples as torch's own does, so that it can be done again without some."""
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
 
 
 def _share_size(count: int, sampler: DistributedSampler[Any]) -> int:
-    """Give how many of `count` samples each rank has."""
+    """Count how many of `count` samples each rank has."""
     return count // sampler.num_replicas if sampler.drop_last else -(-count // sampler.num_replicas)
 
 
@@ -322,7 +322,7 @@ def _rank() -> int:
 
 
 def _union(mine: set[str]) -> set[str]:
-    """Give what any rank knows: each may have its own file, or read a shared one a moment earlier than another."""
+    """Return what any rank knows: each may have its own file, or read a shared one a moment earlier than another."""
     if not _ranks_are_there():
         return mine
     everyone: list[Any] = [None] * torch.distributed.get_world_size()

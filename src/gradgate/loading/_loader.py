@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from numbers import Real
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
+from gradgate._checks import wrong_type, wrong_value
 from gradgate._loader_link import GivenBatches, LoaderIds
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, TooManyBadSamples
@@ -208,7 +209,7 @@ class ResilientLoader(Generic[Batch]):
         return f"<resilient {type(self._loader).__name__}: {left_out} samples left out>"
 
     def state_dict(self) -> dict[str, Any]:
-        """Give where the epoch is, to be saved with a checkpoint.
+        """Return where the epoch is, to be saved with a checkpoint.
 
         Returns:
             Plain values and tensors: how many batches the loop has had, what the order of the epoch was drawn from, and
@@ -285,11 +286,7 @@ class ResilientLoader(Generic[Batch]):
             return self._epoch(asking, self._reporting_loader(asking), progress)
 
     def _epoch(
-        self,
-        asking: Asking | None,
-        loader: DataLoader[tuple[Any, Report]],
-        progress: _Progress,
-        pass_over: int = 0,
+        self, asking: Asking | None, loader: DataLoader[tuple[Any, Report]], progress: _Progress, pass_over: int = 0
     ) -> Iterator[Batch]:
         # At once, as in torch: the workers start, and their seed is drawn.
         batches: Iterator[tuple[Any, Report]]
@@ -384,11 +381,8 @@ class ResilientLoader(Generic[Batch]):
 
     def _new_asking(self) -> Asking:
         single = self._loader.batch_sampler is None
-        return Asking(
-            self._loader.sampler if single else self._loader.batch_sampler,
-            refill=self._refill and not single,
-            single=single,
-        )
+        order = self._loader.sampler if single else self._loader.batch_sampler
+        return Asking(order, refill=self._refill and not single, single=single)
 
     def _reporting_loader(
         self, asking: Asking | None = None, workers: int | None = None
@@ -429,7 +423,6 @@ class _Progress:
     requests: Requests | None = None
 
     def count(self) -> None:
-        """Note that a batch has arrived."""
         assert self.position is not None
         if self.requests is None:
             self.position = self.position._replace(batches=self.position.batches + 1)
@@ -457,12 +450,10 @@ class _BadStreak:
                 self._raise(f"{len(self._row)} samples in a row could not be loaded.")
 
     def reset(self) -> None:
-        """Note a good sample."""
         self._good = True
         self._row.clear()
 
     def close(self) -> None:
-        """Look back on the epoch."""
         if self._row and not self._good:
             self._raise(f"none of the {len(self._row)} samples could be loaded.")
 
@@ -523,74 +514,46 @@ def _check_watched(loader: DataLoader[Any]) -> None:
             why="what a stream has read is lost with its worker; a new one would begin at its start.",
             fix="gg.resilient(loader)   # or a Dataset with __getitem__",
         )
-    for setting, value, wrong, why, fix in (
+    for wrong, setting, why, fix in (
         (
-            "num_workers",
-            loader.num_workers,
             not loader.num_workers,
-            "a sample can only be survived by a process that is not the worker.",
-            "DataLoader(dataset, num_workers=2)",
+            "num_workers",
+            "only a process that is not the worker survives a sample.",
+            2,
         ),
-        (
-            "in_order",
-            loader.in_order,
-            not loader.in_order,
-            "what a lost worker was asked for is known by the order of the batches.",
-            "DataLoader(dataset, in_order=True)",
-        ),
-        (
-            "timeout",
-            loader.timeout,
-            bool(loader.timeout),
-            "the loader's own timeout ends the epoch.",
-            "DataLoader(dataset, timeout=0)",
-        ),
+        (not loader.in_order, "in_order", "the order of the batches tells what a lost worker was asked for.", True),
+        (bool(loader.timeout), "timeout", "the loader's own timeout ends the epoch.", 0),
     ):
         if wrong:
             raise ArgumentValueError(
-                f"resilient(): `worker_timeout` is given, and the loader has {setting}={value}.", why=why, fix=fix
+                f"resilient(): `worker_timeout` is given, and the loader has {setting}={getattr(loader, setting)}.",
+                why=why,
+                fix=f"DataLoader(dataset, {setting}={fix})",
             )
 
 
+class _DatasetOptions(TypedDict, total=False):
+    retries: int
+    backoff: float
+    retry_on: Exceptions
+    catch: Exceptions
+    ids: Names
+    sink: Sink | None
+    ledger: Ledger | str | os.PathLike[str] | None
+
+
+class _LoaderOptions(_DatasetOptions, total=False):
+    refill: bool
+    patience: int | None
+    worker_timeout: float | None
+
+
 @overload
-def resilient(
-    source: DataLoader[Batch],
-    *,
-    refill: bool = ...,
-    retries: int = ...,
-    backoff: float = ...,
-    retry_on: Exceptions = ...,
-    patience: int | None = ...,
-    catch: Exceptions = ...,
-    ids: Names = ...,
-    sink: Sink | None = ...,
-    ledger: Ledger | str | os.PathLike[str] | None = ...,
-    worker_timeout: float | None = ...,
-) -> ResilientLoader[Batch]: ...
+def resilient(source: DataLoader[Batch], **options: Unpack[_LoaderOptions]) -> ResilientLoader[Batch]: ...
 @overload
-def resilient(
-    source: IterableDataset[Any],
-    *,
-    retries: int = ...,
-    backoff: float = ...,
-    retry_on: Exceptions = ...,
-    catch: Exceptions = ...,
-    ids: Names = ...,
-    sink: Sink | None = ...,
-    ledger: Ledger | str | os.PathLike[str] | None = ...,
-) -> ResilientStream: ...
+def resilient(source: IterableDataset[Any], **options: Unpack[_DatasetOptions]) -> ResilientStream: ...
 @overload
-def resilient(
-    source: Any,
-    *,
-    retries: int = ...,
-    backoff: float = ...,
-    retry_on: Exceptions = ...,
-    catch: Exceptions = ...,
-    ids: Names = ...,
-    sink: Sink | None = ...,
-    ledger: Ledger | str | os.PathLike[str] | None = ...,
-) -> ResilientDataset: ...
+def resilient(source: Any, **options: Unpack[_DatasetOptions]) -> ResilientDataset: ...
 
 
 def resilient(
@@ -655,29 +618,16 @@ def resilient(
         ('2', 'KeyError')
     """
     if patience is not None and (type(patience) is not int or patience < 1):
-        raise ArgumentValueError(
-            f"resilient(): `patience` is {describe(patience)}.",
-            why="it is a number of bad samples in a row.",
-            fix="patience=64",
-        )
+        raise wrong_value(patience, "patience", "resilient", "it is a number of bad samples in a row.", "patience=64")
     if type(retries) is not int or retries < 0:
-        raise ArgumentValueError(
-            f"resilient(): `retries` is {describe(retries)}.",
-            why="it is how often loading is tried again; 0 for never.",
-            fix="retries=2",
-        )
-    if not isinstance(backoff, Real) or isinstance(backoff, bool) or not 0 <= backoff < math.inf:
-        raise ArgumentValueError(
-            f"resilient(): `backoff` is {describe(backoff)}.",
-            why="it is the number of seconds to wait before the first retry.",
-            fix="backoff=0.1",
-        )
-    if worker_timeout is not None and not _is_positive(worker_timeout):
-        raise ArgumentValueError(
-            f"resilient(): `worker_timeout` is {describe(worker_timeout)}.",
-            why="it is the number of seconds that a worker may take for one sample; None for no limit.",
-            fix="worker_timeout=30",
-        )
+        why = "it is how often loading is tried again; 0 for never."
+        raise wrong_value(retries, "retries", "resilient", why, "retries=2")
+    if not _is_time(backoff):
+        why = "it is the number of seconds to wait before the first retry."
+        raise wrong_value(backoff, "backoff", "resilient", why, "backoff=0.1")
+    if worker_timeout is not None and not (_is_time(worker_timeout) and worker_timeout):
+        why = "it is the number of seconds that a worker may take for one sample; None for no limit."
+        raise wrong_value(worker_timeout, "worker_timeout", "resilient", why, "worker_timeout=30")
     if sink is not None and ledger is not None:
         raise ArgumentValueError(
             "resilient(): `sink` and `ledger` are both given.",
@@ -685,11 +635,8 @@ def resilient(
             fix='gg.resilient(loader, ledger="run.ledger")',
         )
     if sink is not None and not isinstance(sink, Sink):
-        raise ArgumentTypeError(
-            f"resilient(): `sink` is {describe(sink)}.",
-            why="a sink takes incidents by record_many(incidents, payloads=None).",
-            fix='gg.resilient(loader, ledger="run.ledger")',
-        )
+        why = "a sink takes incidents by record_many(incidents, payloads=None)."
+        raise wrong_type(sink, "sink", "resilient", why, 'gg.resilient(loader, ledger="run.ledger")')
     attempts = Attempts(_classes("catch", catch), _classes("retry_on", retry_on), retries, float(backoff))
     if ledger is not None:
         sink = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
@@ -699,11 +646,8 @@ def resilient(
         made: ResilientLoader[Any] = ResilientLoader(loader, attempts, log, refill, patience, worker_timeout)
         return made if loader is source else made.inside(source)  # prepared by Accelerate
     if not isinstance(source, Dataset) and not hasattr(source, "__getitem__"):
-        raise ArgumentTypeError(
-            f"resilient(): `source` is {describe(source)}.",
-            why="it stands around a torch.utils.data.DataLoader, or a dataset.",
-            fix="gg.resilient(torch.utils.data.DataLoader(dataset))",
-        )
+        why = "it stands around a torch.utils.data.DataLoader, or a dataset."
+        raise wrong_type(source, "source", "resilient", why, "gg.resilient(torch.utils.data.DataLoader(dataset))")
     if refill or patience is not None or worker_timeout is not None:
         raise ArgumentValueError(
             "resilient(): `refill`, `patience` and `worker_timeout` are for a loader, the source is a dataset.",
@@ -714,8 +658,8 @@ def resilient(
     return around(source, attempts, LoadingLog(source, ids, sink))
 
 
-def _is_positive(number: Any) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf
+def _is_time(seconds: Any) -> bool:
+    return not isinstance(seconds, bool) and isinstance(seconds, Real) and 0 <= float(seconds) < math.inf
 
 
 def _classes(argument: str, given: Any) -> Catch:

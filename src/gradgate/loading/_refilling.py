@@ -98,11 +98,11 @@ class Requests:
         return order
 
     def received(self) -> Asked:
-        """Give what the batch that has just arrived was asked for; they arrive in order."""
+        """Return what the batch that has just arrived was asked for; they arrive in order."""
         return self._flying.popleft()
 
     def settles(self, asked: Asked, has_bad: bool) -> bool:
-        """Tell whether a batch can be given out: its samples are not asked for again."""
+        """Return whether a batch can be given out: its samples are not asked for again."""
         if asked.round != self._round or (has_bad and self._refill and self._go_back(asked)):
             return False
         place = asked.places[-1] + 1
@@ -111,11 +111,9 @@ class Requests:
         return True
 
     def under_way(self) -> list[Asked]:
-        """List the batches that were asked for and did not arrive."""
         return list(self._flying)
 
     def index_at(self, place: int) -> Any:
-        """Give the index of a sample by its place."""
         return self._indices[place]
 
     def put_at(self, place: int, instead: Any) -> None:
@@ -137,7 +135,6 @@ class Requests:
         return news
 
     def more(self) -> bool:
-        """Tell whether there is a batch to ask for."""
         places = self._take()
         self._waiting.extendleft(reversed(places))
         return bool(places)
@@ -225,7 +222,6 @@ class Asking(Sampler[list[Any]]):
         return len(self._batches)
 
     def new(self) -> Requests:
-        """Give the requests of an epoch."""
         requests = self._whole_epoch()
         return requests if self.start is None else requests.start_at(self.start)
 
@@ -264,7 +260,6 @@ def generators_of(owner: Any) -> list[torch.Generator]:
 
 
 def random_states(owner: Any) -> list[torch.Tensor]:
-    """Take the states of these generators."""
     return [generator.get_state() for generator in generators_of(owner)]
 
 

@@ -32,12 +32,9 @@ from gradgate.loading._refilling import Asking, Requests
 
 NOTHING, ONE_SAMPLE, WHOLE_BATCH = range(3)
 """What a worker is doing."""
-WITNESSES = 2
-"""How many samples that are not suspected are loaded before a suspect."""
-STRIKES = 3
-"""How many workers in a row may be lost, with no batch between and nobody to blame."""
-SLOWER = 10
-"""How much longer than its neighbour a suspect may take."""
+WITNESSES = 2  # how many samples that are not suspected are loaded before a suspect
+STRIKES = 3  # how many workers in a row may be lost, with no batch between and nobody to blame
+SLOWER = 10  # how much longer than its neighbour a suspect may take
 
 _KILLED = "killed its worker"
 
@@ -68,7 +65,7 @@ class Board:
         self._mine[2] += 1
 
     def read(self) -> list[list[int]]:
-        """Give what each worker is doing, the place of its sample, and how many notes it has made."""
+        """Return what each worker is doing, the place of its sample, and how many notes it has made."""
         notes: list[list[int]] = self._notes.tolist()
         return notes
 
@@ -81,8 +78,6 @@ def _same_board(notes: torch.Tensor) -> Board:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker that is gone."""
-
     doing: int
     place: int
     cause: str
@@ -133,13 +128,12 @@ class WatchedWorkers:
                     raise
 
     def close(self) -> None:
-        """End the workers."""
         if self._workers:
             stop_workers(self._batches)
         self._batches, self._workers = iter(()), []
 
     def _is_dying(self) -> bool:
-        """Tell whether a worker is gone, or is in a moment: what it has sent cannot be read any more."""
+        """Return whether a worker is gone, or is in a moment: what it has sent cannot be read any more."""
         gone = connection.wait([worker.sentinel for worker in self._workers], timeout=5)
         for worker in self._workers:
             if worker.sentinel in gone:
@@ -159,7 +153,7 @@ class WatchedWorkers:
         return [Lost(note[0], note[1], _KILLED, "the worker died at its start") for note in notes]
 
     def _hung(self) -> list[Lost]:
-        """Give the workers whose note has been the same for too long, and end them."""
+        """Return the workers whose note has been the same for too long, and end them."""
         notes = self._board.read()
         lost = []
         for number, (note, before) in enumerate(zip(notes, self._notes, strict=True)):

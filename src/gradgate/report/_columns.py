@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,24 +21,11 @@ from gradgate.records import Incident
 # --- Where incidents come from --------------------------------------------------------------------------------------
 
 
-class RunOfBook(Protocol):
-    """One training, as `gradgate.ledger.Run` describes it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give name, started, ended, versions, arguments and the number of incidents."""
-
-
-class Counts(Protocol):
-    """How many there are, as `gradgate.ledger.Stats` counts them."""
-
-    @property
-    def incidents(self) -> int:
-        """How many incidents."""
-
-
 @runtime_checkable
 class Book(Protocol):
     """What a page can be made from: a `gradgate.Ledger`, or anything else that answers these questions.
+
+    One that has `hardest(k)` and `suspicious()` too, as a ledger has, gets a section about hard samples.
 
     Examples:
         >>> import tempfile
@@ -46,46 +34,19 @@ class Book(Protocol):
     """
 
     def incidents(self, *, limit: int | None = None, newest_first: bool = False) -> Sequence[Incident]:
-        """Give the incidents in the order of time."""
+        """Return the incidents in the order of time."""
 
-    def stats(self) -> Counts:
-        """Count them."""
+    def stats(self) -> Any:
+        """Count them, as `gradgate.ledger.Stats` does; `incidents` is asked for."""
 
-    def runs(self) -> Sequence[RunOfBook]:
-        """Give the runs."""
+    def runs(self) -> Sequence[Any]:
+        """Return the runs, each as a `gradgate.ledger.Run` with `to_dict`."""
 
     def bad_ids(self) -> set[str]:
-        """Give the samples that are known to be bad."""
+        """Return the samples that are known to be bad."""
 
     def payload_of(self, incident_id: str) -> bytes | None:
-        """Give the stored sample of an incident, if there is one."""
-
-
-@runtime_checkable
-class LossBook(Protocol):
-    """A book that may also have losses of samples, as `gradgate.Ledger` has after `Guard(history=True)`."""
-
-    def hardest(self, k: int = 10) -> Sequence[HistoryOfBook]:
-        """Give the samples with the largest losses, the hardest first."""
-
-    def suspicious(self) -> Sequence[HistoryOfBook]:
-        """Give those whose loss is high and does not fall."""
-
-
-class HistoryOfBook(Protocol):
-    """The losses of one sample, as `gradgate.ledger.SampleHistory` describes them."""
-
-    @property
-    def sample_id(self) -> str:
-        """The sample."""
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """Its last losses, the oldest first."""
-
-    @property
-    def recent(self) -> float:
-        """The loss that it is judged by."""
+        """Return the stored sample of an incident, if there is one."""
 
 
 # --- Columns --------------------------------------------------------------------------------------------------------
@@ -129,7 +90,7 @@ def numbers(values: Iterable[float | None]) -> dict[str, Any]:
 
 
 def number(value: float | None) -> float | str | None:
-    """Give a number with four digits; what JSON does not have becomes text.
+    """Return a number with four digits; what JSON does not have becomes text.
 
     Examples:
         >>> number(float("-inf")), number(1 / 3)
@@ -168,7 +129,6 @@ class Budget:
 
 
 def look_at(data: bytes, budget: Budget) -> list[dict[str, Any]]:
-    """Show the parts of a stored sample."""
     try:
         length = int.from_bytes(data[:8], "little")
         if not 2 <= length <= len(data) - 8:
@@ -182,16 +142,7 @@ def look_at(data: bytes, budget: Budget) -> list[dict[str, Any]]:
                 break
             parts.append({"path": path, **_part(kind, node, header, memoryview(data)[8 + length :], budget)})
         return parts
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        struct.error,
-        RecursionError,
-    ) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error, RecursionError) as error:
         text = f"The stored sample cannot be shown: {type(error).__name__}: {visible(error)}"
         return [{"path": "", "kind": "text", "text": text[:_TEXT_SHOWN]}]
 
@@ -269,7 +220,7 @@ class _Values:
 
 
 def _summary(values: _Values, count: int, budget: Budget) -> dict[str, Any]:
-    """Give the first values, and the range of all, or of evenly spread ones where there are too many to read."""
+    """Return the first values, and the range of all, or of evenly spread ones where there are too many to read."""
     first = [number(values[place]) for place in range(min(count, _VALUES_SHOWN))]
     stride = max(1, -(-count // max(1, min(_VALUES_READ, budget.values))))
     read = [values[place] for place in range(0, count, stride)]
@@ -286,7 +237,7 @@ def _summary(values: _Values, count: int, budget: Budget) -> dict[str, Any]:
 
 
 def _picture_axes(shape: Sequence[int], dtype: str) -> tuple[int, int, int, int, int, int] | None:
-    """Tell whether a tensor looks like a picture: channels, height, width and the step along each of them."""
+    """Return whether a tensor looks like a picture: channels, height, width and the step along each of them."""
     if dtype == "BOOL" and len(shape) < 2:
         return None
     while len(shape) > 2 and shape[0] == 1:
@@ -306,7 +257,7 @@ def _picture_axes(shape: Sequence[int], dtype: str) -> tuple[int, int, int, int,
 def _picture(
     values: _Values, axes: tuple[int, int, int, int, int, int], dtype: str, budget: Budget
 ) -> dict[str, Any] | None:
-    """Give a small picture: a byte for each pixel and channel, 255 for one that holds NaN or Inf."""
+    """Return a small picture: a byte for each pixel and channel, 255 for one that holds NaN or Inf."""
     channels, height, width, over_channels, over_rows, over_columns = axes
     shown = min(channels, 3)  # A fourth one is transparency.
     block = max(1, -(-max(height, width) // _SIDE))
@@ -359,7 +310,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _ends(cells: Sequence[float], dtype: str) -> tuple[float, float]:
-    """Give what is black and what is white: the usual ends where the values lie between them, else their own."""
+    """Return what is black and what is white: the usual ends where the values lie between them, else their own."""
     low, high = min(cells, default=0.0), max(cells, default=1.0)
     if dtype == "U8":
         return 0.0, 255.0
@@ -377,7 +328,6 @@ _BYTES_READ = 256 * 2**20
 
 
 def choose_previews(book: Book, incidents: Sequence[Incident]) -> dict[str, Any]:
-    """Show stored samples."""
     budget, read = Budget(), _BYTES_READ
     samples: list[list[dict[str, Any]]] = []
     seen: dict[bytes, int] = {}
@@ -398,7 +348,7 @@ def choose_previews(book: Book, incidents: Sequence[Incident]) -> dict[str, Any]
 
 
 def _in_turn(incidents: Sequence[Incident]) -> Iterator[int]:
-    """Give the places of the incidents, one of each kind first, then the rest, the newest first."""
+    """Return the places of the incidents, one of each kind first, then the rest, the newest first."""
     kinds: dict[tuple[str | None, ...], int] = {}
     for place in range(len(incidents) - 1, -1, -1):
         one = incidents[place]
@@ -414,10 +364,10 @@ def _in_turn(incidents: Sequence[Incident]) -> Iterator[int]:
 _HARD = 12
 
 
-def hard_samples(book: Book) -> dict[str, Any] | None:
-    """Give the hardest and the suspicious samples with their losses, and the median of all; None without histories."""
-    histories = book.hardest(sys.maxsize) if isinstance(book, LossBook) else ()
-    if not isinstance(book, LossBook) or not histories:
+def hard_samples(book: Any) -> dict[str, Any] | None:
+    """Return the hardest and the suspicious samples with their losses; None where no losses were recorded."""
+    histories = book.hardest(sys.maxsize) if hasattr(book, "hardest") else ()
+    if not histories:
         return None
     suspicious = {history.sample_id for history in book.suspicious()}
     listed = [*histories[:_HARD], *[one for one in histories[_HARD:] if one.sample_id in suspicious][:_HARD]]
@@ -440,12 +390,8 @@ def hard_samples(book: Book) -> dict[str, Any] | None:
 # --- All of it ------------------------------------------------------------------------------------------------------
 
 
-LIMIT = 200_000
-"""How many incidents a page holds, the newest ones; beyond, browsers become slow. The counts are of all."""
-
-_TEXT = 3_000_000
-"""How many characters the different messages may have together before they are cut, and the details likewise."""
-
+LIMIT = 200_000  # incidents on a page, the newest ones; beyond, browsers become slow. The counts are of all.
+_TEXT = 3_000_000  # characters that the different messages may have together before they are cut; likewise details
 _SHORTEST_NAME = 8
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # Made once: there may be 200,000 of them.
 
@@ -491,7 +437,7 @@ def gather(book: Book, name: str) -> dict[str, Any]:
 
 
 def _milliseconds(seconds: float) -> int | None:
-    """Give a time in whole milliseconds, if a calendar knows it."""
+    """Return a time in whole milliseconds, if a calendar knows it."""
     return round(seconds * 1000) if math.isfinite(seconds) and abs(seconds) < 1e11 else None
 
 
@@ -516,14 +462,9 @@ def _within(column: dict[str, Any], *, whole: bool = False) -> tuple[dict[str, A
 
 
 def _beginnings(names: Sequence[str]) -> list[str]:
-    """Give the beginnings of the ids, long enough to tell them apart: `gradgate ledger show` takes them."""
+    """Return the beginnings of the ids, long enough to tell them apart: `gradgate ledger show` takes them."""
     ordered = sorted(names)
     alike = (pair for pair in pairwise(ordered) if pair[0][:_SHORTEST_NAME] == pair[1][:_SHORTEST_NAME])
-    length = max((_shared(*pair) + 1 for pair in alike), default=_SHORTEST_NAME)
+    shared = (os.path.commonprefix(pair) for pair in alike)  # noqa: RUF071 - of characters
+    length = max((len(prefix) + 1 for prefix in shared), default=_SHORTEST_NAME)
     return [name[:length] for name in names]
-
-
-def _shared(one: str, other: str) -> int:
-    """Count the characters that two texts begin with in common."""
-    pairs: Iterable[tuple[str, str]] = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -26,7 +26,7 @@ _NAMED = {"code", "severity", "title"}
 
 
 def render_page(ledger: Book | None = None, diagnosis: Mapping[str, Any] | None = None, *, name: str = "") -> str:
-    """Give one self-contained HTML page about what happened.
+    """Return one self-contained HTML page about what happened.
 
     The page holds its data, its script and its style, and asks nothing of any network. It opens offline, in light and
     in dark, on a phone, and on paper.
@@ -100,7 +100,7 @@ def write_page(
 
 
 def pack(ledger: Book | None, diagnosis: Mapping[str, Any] | None, *, name: str = "") -> bytes:
-    """Give the data of a page, compressed as the page's script expects it."""
+    """Return the data of a page, compressed as the page's script expects it."""
     if ledger is None and diagnosis is None:
         raise ArgumentValueError(
             "render_page(): there is neither a ledger nor a diagnosis.",
@@ -137,14 +137,13 @@ def _is_diagnosis(data: Mapping[str, Any]) -> bool:
 
 
 def _whole(diagnosis: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a diagnosis as plain values, with everything that a page asks of its findings."""
+    """Return a diagnosis as plain values, with everything that a page asks of its findings."""
     findings = [{**Finding(**{name: one[name] for name in _NAMED}).to_dict(), **one} for one in diagnosis["findings"]]
     data: dict[str, Any] = plain({**diagnosis, "findings": findings})
     return data
 
 
 def assemble(data: str, *, title: str, live: bool = False) -> str:
-    """Put a page together."""
     script, style = _part("page.js"), _part("page.css")
     return f"""<!doctype html>
 <html lang="en">
@@ -169,7 +168,7 @@ def assemble(data: str, *, title: str, live: bool = False) -> str:
 
 
 def policy(*, live: bool = False) -> str:
-    """Give the Content-Security-Policy: this script, this style, pictures made here, and nothing else."""
+    """Return the Content-Security-Policy: this script, this style, pictures made here, and nothing else."""
     connect = " connect-src 'self';" if live else ""
     script, style = _digest("page.js"), _digest("page.css")
     return (
@@ -197,6 +196,6 @@ def _digest(name: str) -> str:
 
 
 def title_of(ledger: Book | None, name: str = "") -> str:
-    """Give the name of a page: the one it was given, else that of the ledger's file, else what it is about."""
+    """Return the name of a page: the one it was given, else that of the ledger's file, else what it is about."""
     path = getattr(ledger, "path", None)
     return name or (Path(path).name if path is not None else "ledger" if ledger is not None else "diagnosis")

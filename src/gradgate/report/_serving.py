@@ -18,8 +18,7 @@ from gradgate.report._columns import Book
 from gradgate.report._page import assemble, pack, policy, title_of
 
 _ADDRESS = "127.0.0.1"
-_REST = 5.0
-"""How many times as long as reading took the ledger is left alone, so that the training keeps the machine."""
+_REST = 5.0  # how many times as long as reading took the ledger is left alone, so that the training keeps the machine
 
 
 class LiveView:
@@ -105,7 +104,7 @@ class _Source:
         return title_of(self._ledger)
 
     def data(self) -> tuple[str, bytes]:
-        """Give the data of now, and a name for this state of it."""
+        """Return the data of now, and a name for this state of it."""
         with self._lock:
             now = time.monotonic()
             state = self._state()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,15 +100,8 @@ def load(seed: int, bad_fraction: float) -> tuple[Digits, Digits]:
     return Digits(images[train], labels[train], broken), Digits(images[test], labels[test], {})
 
 
-def batches(data: Digits, size: int, generator: torch.Generator) -> BatchSampler:
-    """Shuffle the data into batches."""
-    return BatchSampler(RandomSampler(data, generator=generator), size, drop_last=False)
-
-
 @dataclass
 class Progress:
-    """Where a training stands."""
-
     epoch: int = 0
     loss: float = float("nan")
     accuracy: float = 0.0
@@ -136,13 +130,13 @@ class Network(torch.nn.Module):
         )
 
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the scores, and how much light each image has: a norm, whose gradient at 0 is NaN."""
+        """Return the scores, and how much light each image has: a norm, whose gradient at 0 is NaN."""
         edges = self.stem(image)
         return self.body(edges), edges.flatten(1).square().sum(1).sqrt()
 
 
 def loss_of(model: Network, batch: dict[str, Any]) -> torch.Tensor:
-    """Give the mean loss of a batch: weighted cross entropy, and a little for bright images."""
+    """Return the mean loss of a batch: weighted cross entropy, and a little for bright images."""
     weights = torch.tensor([float(text) for text in batch["weight"]])
     scores, light = model(batch["image"])
     per_sample = functional.cross_entropy(scores, batch["label"], reduction="none")
@@ -169,13 +163,12 @@ class Training:
 
     def loader(self, *, whole: bool = False) -> DataLoader[dict[str, Any]]:
         """Make the loader of one training; with `whole` the broken samples are left out of its batches."""
-        sampler: Any = batches(self.train, BATCH, self.chance)
+        sampler: Any = BatchSampler(RandomSampler(self.train, generator=self.chance), BATCH, drop_last=False)
         if whole:
             sampler = WithoutBroken(sampler, self.train.broken)
         return DataLoader(self.train, batch_sampler=sampler, generator=self.chance)
 
     def evaluate(self) -> None:
-        """Measure the accuracy on the test data."""
         self.model.eval()
         with grad_mode(False):
             scores, _ = self.model(self.test.images[:, None])
@@ -183,12 +176,12 @@ class Training:
         self.progress.accuracy = (scores.argmax(1) == self.test.labels).float().mean().item()
 
 
-def plain(training: Training) -> Iterator[Progress]:
-    """Train as everybody does, until something breaks."""
+def plain(training: Training, *, whole: bool = False) -> Iterator[Progress]:
+    """Train as everybody does, until something breaks; with `whole`, on batches without the broken samples."""
     state, model, optimizer = training.progress, training.model, training.optimizer
     for state.epoch in range(1, training.epochs + 1):
         try:
-            for batch in training.loader():
+            for batch in training.loader(whole=whole):
                 optimizer.zero_grad()
                 loss = loss_of(model, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -259,25 +252,10 @@ def guarded(training: Training) -> Iterator[Progress]:
         yield state
 
 
-def without_broken(training: Training) -> Iterator[Progress]:
-    """Train on the same batches without the broken samples: what should have come out."""
-    state, model, optimizer = training.progress, training.model, training.optimizer
-    for state.epoch in range(1, training.epochs + 1):
-        for batch in training.loader(whole=True):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            state.loss = loss.item()
-            state.steps += 1
-        training.evaluate()
-        yield state
-
-
+# By letter: what they are called, and how they train.
 TRAININGS: dict[str, tuple[str, Callable[[Training], Iterator[Progress]]]] = {
     "a": ("plain PyTorch", plain),
     "b": ("skip bad batches", skipping),
     "c": ("gradgate", guarded),
-    "d": ("clean data", without_broken),
+    "d": ("clean data", partial(plain, whole=True)),
 }
-"""The four ways, by letter: what they are called, and how they train."""
