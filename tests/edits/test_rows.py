@@ -1,4 +1,4 @@
-"""Whole rows by one index tensor: the short way gives what the long one gives, and leaves all else to it."""
+"""Whole rows by one index tensor."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradgate as gg
-from gradgate import _kernels
-from gradgate.edits import _scatter
 from gradgate.errors import ArgumentIndexError
 from tests import witness
 from tests.edits import oracle
@@ -18,17 +16,13 @@ def index_tensors(size, low):
 
 
 @given(index_tensors(4, -4), st.sampled_from([(), (3,), (2, 0), (2, 2)]))
-def test_rows_are_those_of_the_oracle_whichever_way_they_go(index, block):
+def test_rows_are_those_of_the_oracle(index, block):
     x, rows = torch.randn(4, *block), torch.randn(len(index), *block)
     expected = oracle.edit(x, (index,), "set", rows)
     assert torch.equal(gg.at(x)[index].set(rows), expected)
-    short = _scatter.with_rows(x, index, rows, unique=False)
-    once = len({i % 4 for i in index.tolist()}) == len(index)
-    assert (short is not None) == (once and _kernels.library is not None)
-    assert short is None or torch.equal(short, expected)
 
 
-def test_the_short_way_keeps_every_promise():
+def test_rows_keep_every_promise():
     index = torch.tensor([2, -3])
     witness.witness(
         lambda x, v: gg.at(x)[index].set(v),
@@ -38,25 +32,6 @@ def test_the_short_way_keeps_every_promise():
         promises=witness.ALL,
         empty=(torch.zeros(3, 0), torch.zeros(2, 0)),
     )
-
-
-@pytest.mark.parametrize(
-    ("x", "index", "rows"),
-    [
-        (torch.ones(3, 2), [0], torch.ones(1, 2)),
-        (torch.ones(3, 2), torch.tensor([0]), 1.0),
-        (torch.ones(3, 2), torch.tensor([0], dtype=torch.int32), torch.ones(1, 2)),
-        (torch.ones(3, 2), torch.tensor(0), torch.ones(2)),
-        (torch.ones(3, 2), torch.tensor([0]), torch.ones(2)),
-        (torch.ones(3, 2), torch.tensor([0]), torch.ones(1, 2, dtype=torch.float64)),
-        (torch.ones(3, 2), torch.tensor([3]), torch.ones(1, 2)),
-        (torch.ones(0, 2), torch.tensor([-1]), torch.ones(1, 2)),
-        (torch.ones(()), torch.tensor([0]), torch.ones(1)),
-    ],
-    ids=["list", "number", "int32", "0-dim", "broadcast", "dtype", "out of range", "no rows", "no dimension"],
-)
-def test_what_needs_a_closer_look_goes_the_long_way(x, index, rows):
-    assert _scatter.with_rows(x, index, rows, unique=False) is None
 
 
 def test_an_index_that_is_out_of_range_is_named():

@@ -27,7 +27,6 @@ from gradgate.edits._scatter import (
     under_mask,
     with_extreme,
     with_product,
-    with_rows,
 )
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 
@@ -35,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class At(Generic[Result]):
-    """What `at(x)` gives: it waits for an index.
+    """What `at(x)` returns: something to index.
 
     Examples:
         >>> gg.at(torch.zeros(3))[1].set(5.0)
@@ -70,7 +69,7 @@ class At(Generic[Result]):
 
 
 class Tree:
-    """What `at(tree)` gives: it waits for the path of a tensor.
+    """What `at(tree)` returns: something to index with the path of a tensor.
 
     Examples:
         >>> batch = {"image": [torch.zeros(2), torch.zeros(3)], "label": torch.tensor(1)}
@@ -83,7 +82,7 @@ class Tree:
         self._prefix = prefix
 
     def __getitem__(self, path: str | int) -> Any:
-        """Give what stands at the path: an `At` for a tensor, a `Tree` for what contains some."""
+        """Return what is at the path: an `At` for a tensor, a `Tree` for what contains some."""
         full = f"{self._prefix}.{path}" if self._prefix else str(path)
         found = _at_path(self._tree, full)
         if found is not None and isinstance(found[0], torch.Tensor):
@@ -113,7 +112,6 @@ def _not_there(name: str, tree: Any, names: list[str]) -> NothingMatchedError:
 
 
 def _names(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Give the paths of all tensors."""
     if isinstance(tree, torch.Tensor):
         yield prefix
         return
@@ -128,7 +126,7 @@ def _children(tree: Any) -> dict[Any, Any]:
 
 
 def _at_path(tree: Any, path: str) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Give what stands at a path, and how to make the whole tree anew with something else there; None for nothing."""
+    """Return what is at a path, and how to rebuild the whole tree with something else there; None for nothing."""
     if not path:
         return tree, _itself
     children = _children(tree)
@@ -161,7 +159,7 @@ def at(x: torch.nn.Module | Mapping[str, Any] | Sequence[Any]) -> Tree: ...
 
 
 def at(x: Any, name: str | None = None) -> At[Any] | Tree:
-    """Begin an edit that gives a new tensor and leaves the old one as it is.
+    """Begin an edit that returns a new tensor and leaves the old one as it is.
 
     In `y = gg.at(x)[idx].set(v)` the index is any that torch takes, and slices with negative steps too. What follows is
     one of `set`, `add`, `subtract`, `multiply`, `divide`, `power`, `min`, `max`, `apply` and `get`, the names of
@@ -173,8 +171,8 @@ def at(x: Any, name: str | None = None) -> At[Any] | Tree:
             of `named_parameters` and `named_buffers`.
 
     Returns:
-        Something to index. Of a tensor the edits give a tensor; of a tree they give a new tree, with that tensor
-        replaced and all others shared. Of a module they give its `State`: a dictionary of all its tensors for
+        Something to index. Of a tensor the edits return a tensor; of a tree they return a new tree, with that tensor
+        replaced and all others shared. Of a module they return its `State`: a dictionary of all its tensors for
         `torch.func.functional_call`, with `write_back()` and `undo()`; the edited one is replaced under all its names,
         if it is tied. Module and tree stay as they are.
 
@@ -249,15 +247,14 @@ def _called(x: object) -> str:
 class Selection(Generic[Result]):
     """The chosen places of a tensor, `at(x)[idx]`, and what can be done there.
 
-    Every edit takes these two keywords:
+    Every edit returns the new tensor, or the new tree, and takes these arguments:
 
+    - `value`: a number or a tensor. It broadcasts to the shape of `x[idx]`, and is cast to the dtype of x where that
+      loses no kind of information (int to float, not float to int).
     - `mode`, for an index that is out of range: "raise" refuses it, "drop" ignores it (and its value), "clip" takes
       the nearest place there is.
     - `unique_indices`: the promise that no place is named twice. It saves the search for such places; if the promise
       is broken, which of the values is taken is not defined.
-
-    A value is a number or a tensor. It broadcasts to the shape of `x[idx]`, and is cast to the dtype of x where that
-    loses no kind of information (int to float, not float to int).
 
     Examples:
         >>> x = torch.tensor([1.0, 2.0, 3.0])
@@ -294,19 +291,10 @@ class Selection(Generic[Result]):
         """
         # A number is the same for all entries, so it does not matter which of them writes.
         unique = unique_indices or (isinstance(value, (int, float, complex)) and mode != "drop")
-        new = with_rows(self._x, self._index, value, unique) if mode == "raise" else None
-        return self._finish(new) if new is not None else self._edit("set", value, second, Scatter.put, mode, unique)
+        return self._edit("set", value, second, Scatter.put, mode, unique)
 
     def add(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Add a value there, all of them where a place is named several times.
-
-        Args:
-            value: The value.
-            mode: What to do with an index that is out of range.
-            unique_indices: No place is named twice.
-
-        Returns:
-            The new tensor, or the new tree.
 
         Gradient:
             To x unchanged; to each value that of its place.
@@ -320,14 +308,6 @@ class Selection(Generic[Result]):
     def subtract(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Subtract a value there, all of them where a place is named several times.
 
-        Args:
-            value: The value.
-            mode: What to do with an index that is out of range.
-            unique_indices: No place is named twice.
-
-        Returns:
-            The new tensor, or the new tree.
-
         Gradient:
             To x unchanged; to each value the negative of that of its place.
 
@@ -340,14 +320,6 @@ class Selection(Generic[Result]):
     def multiply(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Multiply by a value there, by all of them where a place is named several times.
 
-        Args:
-            value: The value.
-            mode: What to do with an index that is out of range.
-            unique_indices: No place is named twice.
-
-        Returns:
-            The new tensor, or the new tree.
-
         Gradient:
             That of the product, exact where factors are 0 too.
 
@@ -359,14 +331,6 @@ class Selection(Generic[Result]):
 
     def divide(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Divide by a value there, by the product of all of them where a place is named several times.
-
-        Args:
-            value: The value.
-            mode: What to do with an index that is out of range.
-            unique_indices: No place is named twice.
-
-        Returns:
-            The new tensor, or the new tree.
 
         Raises:
             ArgumentTypeError: x has integers.
@@ -383,14 +347,6 @@ class Selection(Generic[Result]):
     def power(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Raise to a power there, to the product of all of them where a place is named several times.
 
-        Args:
-            value: The exponent.
-            mode: What to do with an index that is out of range.
-            unique_indices: No place is named twice.
-
-        Returns:
-            The new tensor, or the new tree.
-
         Gradient:
             That of `torch.pow`, to x and to the exponents.
 
@@ -402,14 +358,6 @@ class Selection(Generic[Result]):
 
     def min(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Take the smaller of x and a value there, the smallest where a place is named several times.
-
-        Args:
-            value: The value.
-            mode: What to do with an index that is out of range.
-            unique_indices: No place is named twice.
-
-        Returns:
-            The new tensor, or the new tree.
 
         Gradient:
             Shared evenly by all that are equal to the result, x included; the others get exactly 0, and so do all
@@ -423,14 +371,6 @@ class Selection(Generic[Result]):
 
     def max(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Take the larger of x and a value there, the largest where a place is named several times.
-
-        Args:
-            value: The value.
-            mode: What to do with an index that is out of range.
-            unique_indices: No place is named twice.
-
-        Returns:
-            The new tensor, or the new tree.
 
         Gradient:
             Shared evenly by all that are equal to the result, x included; the others get exactly 0, and so do all
@@ -452,7 +392,7 @@ class Selection(Generic[Result]):
         """Apply a function of single elements there, as often as a place is named.
 
         Args:
-            fn: Gets a copy of `x[idx]` and gives a tensor of that shape. Where places are named several times it is
+            fn: Takes a copy of `x[idx]` and returns a tensor of that shape. Where places are named several times it is
                 called once for each time, with the entries of that turn.
             mode: What to do with an index that is out of range.
             unique_indices: No place is named twice. Under torch.compile and vmap an index tensor needs this promise.
@@ -481,11 +421,11 @@ class Selection(Generic[Result]):
         return self._finish(parsed.restore(x, view))
 
     def get(self, *, mode: Mode = "raise", fill_value: Any = None) -> torch.Tensor:
-        """Give what is there, `x[idx]`, as a tensor of its own.
+        """Return what is there, `x[idx]`, as a tensor of its own.
 
         Args:
             mode: What to do with an index that is out of range: "raise" or "clip".
-            fill_value: What to give for an index that is out of range.
+            fill_value: What to return for an index that is out of range.
 
         Returns:
             The values; they share no memory with x.
@@ -494,7 +434,7 @@ class Selection(Generic[Result]):
             ArgumentValueError: `mode="drop"` without a fill value, or "clip" with one.
 
         Gradient:
-            To x from each of its copies; a filled one gives none.
+            To x from each of its copies, and none from a filled one.
 
         Examples:
             >>> gg.at(torch.tensor([1.0, 2.0]))[[0, 7]].get(fill_value=0)
@@ -536,7 +476,6 @@ class Selection(Generic[Result]):
         return self._x, parsed, parsed.view_of(self._x)
 
     def _edit(self, name: str, value: Any, pair: Binary, on_places: OnEntries, mode: str, unique: bool) -> Result:
-        """Do one edit in the way that its index allows: on a view, under a mask, or at the places of index tensors."""
         function = f"at(x)[...].{name}()"
         x, parsed, view = self._begin(mode)
         check_kind(name, x, function)
@@ -556,7 +495,6 @@ class Selection(Generic[Result]):
 
 
 def _shown(part: object) -> str:
-    """Write one part of an index as in the source."""
     if isinstance(part, slice):
         ends = ["" if end is None else str(end) for end in (part.start, part.stop, part.step)]
         return ":".join(ends if ends[2] else ends[:2])

@@ -1,4 +1,4 @@
-"""Where edits meet what is there already: a module's state, written back and undone; a scope for in-place edits."""
+"""Edits in place: a module's state that is written back and undone; a scope for in-place operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradgate.errors import ArgumentValueError
 
 
 class State(dict[str, torch.Tensor]):
-    """The parameters and buffers of a module, some of them edited: what `at(model)["name"][idx].set(v)` gives.
+    """The parameters and buffers of a module, some of them edited: what `at(model)["name"][idx].set(v)` returns.
 
     A dictionary for `torch.func.functional_call`, which can be edited further and written into the module. Nothing is
     written until then.
@@ -43,7 +43,7 @@ class State(dict[str, torch.Tensor]):
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> State:
-        """Give the tensors of a module as they are, tied ones under all their names.
+        """Return the tensors of a module as they are, tied ones under all their names.
 
         Args:
             module: The module.
@@ -51,7 +51,8 @@ class State(dict[str, torch.Tensor]):
         Returns:
             The state.
         """
-        return cls({**_named(module.named_parameters), **_named(module.named_buffers)}, module)
+        parameters = module.named_parameters(remove_duplicate=False)
+        return cls({**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}, module)
 
     def write_back(self) -> None:
         """Write what was edited into the tensors of the module, in place; autograd does not record it.
@@ -95,10 +96,6 @@ class State(dict[str, torch.Tensor]):
         return f"State({type(self.module).__name__}, {', '.join(self)})"
 
 
-def _named(tensors: Any) -> dict[str, torch.Tensor]:
-    return dict(tensors(remove_duplicate=False))
-
-
 # torch.func takes a state for what it is, a dictionary of tensors.
 register_pytree_node(
     State,
@@ -111,7 +108,7 @@ _open = 0
 
 
 def _first_order(run: Callable[..., Any], order: int) -> Callable[..., Any]:
-    """Give backward or grad with an error for a second derivative, which would be wrong without a word."""
+    """Wrap backward or grad with an error for a second derivative, which would be silently wrong."""
 
     @functools.wraps(run)
     def checked(*args: Any, **options: Any) -> Any:

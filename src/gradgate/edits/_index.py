@@ -22,7 +22,7 @@ _MODES = ("raise", "drop", "clip")
 
 
 class AdvancedIndex(NamedTuple):
-    """A mask or an index tensor, and the dimension that it speaks of: of the view, and of x for messages."""
+    """A mask or an index tensor, and its dimension: of the view, and of x for messages."""
 
     dim: int
     dim_of_x: int
@@ -30,8 +30,6 @@ class AdvancedIndex(NamedTuple):
 
 
 class ParsedIndex(NamedTuple):
-    """What an index says about a tensor of one shape."""
-
     basic: tuple[Any, ...]
     backwards: tuple[int, ...]
     masks: tuple[AdvancedIndex, ...]
@@ -46,7 +44,7 @@ class ParsedIndex(NamedTuple):
         return view.flip(self.backwards) if self.backwards else view
 
     def write(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Give a new tensor like x with another value in the place of the view; the value may broadcast."""
+        """Return a new tensor like x with another value in the place of the view; the value may broadcast."""
         if self.backwards:
             value = value.expand(self.view_of(x).shape).flip(self.backwards)
         if inside_functorch():
@@ -58,14 +56,13 @@ class ParsedIndex(NamedTuple):
         return new
 
     def restore(self, x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        """Give a new tensor like x in which the view is another one; the view is new memory already."""
+        """Return a new tensor like x in which the view is another one; the view is new memory already."""
         if view.shape == x.shape and not self.backwards:
             return view  # it is the whole of x
         return self.write(x, view)
 
 
 def check_mode(mode: str) -> None:
-    """Refuse a mode that does not exist."""
     if mode not in _MODES:
         raise ArgumentValueError(
             f"at(x)[...]: `mode` is {describe(mode)}.",
@@ -75,7 +72,6 @@ def check_mode(mode: str) -> None:
 
 
 def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> ParsedIndex:
-    """Read an index."""
     if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.device == device and len(shape):
         return ParsedIndex((), (), (), (AdvancedIndex(0, 0, index),), ())  # the commonest one, at once
     items = [_as_item(item, device) for item in (index if isinstance(index, tuple) else (index,))]
@@ -118,7 +114,6 @@ def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> P
 
 
 def out_of_range(function: str, index: int, dim: int, size: int) -> ArgumentIndexError:
-    """Make the error of an index that is out of range."""
     there = f"indices from {-size} to {size - 1}" if size else "no index at all"
     return ArgumentIndexError(
         f"{function}: index {index} is out of range for dimension {dim} of size {size}.",
@@ -128,7 +123,7 @@ def out_of_range(function: str, index: int, dim: int, size: int) -> ArgumentInde
 
 
 def _as_item(item: Any, device: torch.device) -> Any:
-    """Give an int, a slice, None, Ellipsis, or a tensor that is bool or int64."""
+    """Return an int, a slice, None, Ellipsis, or a tensor that is bool or int64."""
     if isinstance(item, torch.Tensor):
         return _as_advanced_index(item, device)
     if item is None or item is Ellipsis or isinstance(item, slice):
@@ -168,7 +163,6 @@ def _no_index(item: Any) -> ArgumentTypeError:
 
 
 def _without_ellipsis(items: list[Any], shape: Sequence[int]) -> list[Any]:
-    """Write out the ellipsis as full slices."""
     used = sum(_dims_used(item) for item in items)
     if used > len(shape):
         raise ArgumentIndexError(
@@ -207,7 +201,7 @@ def _check_mask(mask: torch.Tensor, shape: Sequence[int], dim: int) -> None:
 
 
 def _forwards(item: slice, size: int) -> tuple[slice, bool]:
-    """Turn a slice with a negative step round; torch itself takes positive steps only."""
+    """Reverse a slice with a negative step; torch itself takes positive steps only."""
     try:
         step = 1 if item.step is None else operator.index(item.step)
         if step > 0:
@@ -224,7 +218,7 @@ def _forwards(item: slice, size: int) -> tuple[slice, bool]:
 
 
 def _in_range(item: int, shape: Sequence[int], dim: int, mode: str) -> int | None:
-    """Give an int as a place, None where there is none and that is allowed."""
+    """Return an int as a place, None where there is none and that is allowed."""
     size = shape[dim]
     place = item + size if item < 0 else item
     if 0 <= place < size:
@@ -240,7 +234,7 @@ def _in_range(item: int, shape: Sequence[int], dim: int, mode: str) -> int | Non
 
 
 def as_value(value: Any, x: torch.Tensor, *, function: str) -> torch.Tensor:
-    """Give a value as a tensor of the dtype and on the device of x."""
+    """Convert a value to a tensor of the dtype and on the device of x."""
     # A value may be cast where no kind of information is lost: bool to int to float to complex, and between widths of
     # one kind. The other direction (a float into an integer tensor) would round silently.
     if type(value) in (bool, int, float, complex):
@@ -272,7 +266,6 @@ def as_value(value: Any, x: torch.Tensor, *, function: str) -> torch.Tensor:
 def fit(
     value: torch.Tensor, shape: Sequence[int], *, function: str, spoken: Sequence[object] | None = None
 ) -> torch.Tensor:
-    """Broadcast a value to the shape of the selection."""
     if value.shape == shape:
         return value
     given = tuple(value.shape)

@@ -2,7 +2,7 @@
 
 An *entry* is one combination of the index tensors; it chooses one place of their dimensions, and with it a block of
 the others. Several entries may name one place. Then one of them, the *speaker*, writes for all: the last that is in
-range. Which one that is, is found with a reduction that has the same answer in any order, so on any device.
+range. A reduction that has the same result in any order, so on any device, finds it.
 """
 
 from __future__ import annotations
@@ -64,11 +64,10 @@ class Scatter:
         return _moved(rows.reshape([*self.entries, *self.block]), 0, self.front, len(self.entries))
 
     def take(self, view: torch.Tensor) -> torch.Tensor:
-        """Give one row for each entry."""
         return _permuted(view, self.order)[tuple(self.indices)]
 
     def put(self, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Give a new view in which the speakers' rows stand in their places."""
+        """Return a new view with the speakers' rows in their places."""
         if self.inside is None and self.alone():
             return self._write(view, rows)
         speaks = _column(self.speakers() == torch.arange(self.count, device=rows.device), rows)
@@ -80,18 +79,18 @@ class Scatter:
         return self._write(self._write(view, nothing), torch.where(speaks, rows, nothing), accumulate=True)
 
     def add(self, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Give a new view to which each entry's row is added."""
+        """Return a new view to which each entry's row is added."""
         return self._write(view, self.elsewhere(rows, -0.0), accumulate=True)
 
     def elsewhere(self, rows: torch.Tensor, value: float | torch.Tensor) -> torch.Tensor:
-        """Give the rows with another value where the entry is out of range."""
+        """Replace the rows of entries that are out of range."""
         if self.inside is None:
             return rows
         value = value if isinstance(value, torch.Tensor) else _constant(value, rows)
         return torch.where(_column(self.inside, rows), rows, value)
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Give rows in which each speaker's is the product of the rows of its place."""
+        """Return rows in which each speaker's is the product of the rows of its place."""
         # A prefix product within each place, by doubling: plain multiplications, so the gradient is exact at zeros too,
         # to any order, which a quotient of products is not.
         rows = self.elsewhere(rows, 1)
@@ -108,7 +107,7 @@ class Scatter:
         return run[torch.argsort(order)]
 
     def extreme(self, old: torch.Tensor, rows: torch.Tensor, which: str) -> torch.Tensor:
-        """Give rows in which each speaker's is the largest ("amax") or smallest of its place and the old value."""
+        """Return rows in which each speaker's is the largest ("amax") or smallest of its place and the old value."""
         # The gradient is shared evenly by all that are equal to it, the old value included; the others get exactly 0.
         if not self.count:
             return rows
@@ -124,7 +123,7 @@ class Scatter:
         return old.scatter_reduce(0, place, rows, which)[: self.count]
 
     def rounds(self) -> list[Scatter]:
-        """Give the entries in as many parts as some place is named, no place twice in a part."""
+        """Divide the entries into as many parts as some place is named, no place twice in a part."""
         inside = self.inside
         if inside is None and self.alone():
             return [self]
@@ -142,7 +141,7 @@ class Scatter:
         return [self._only(turn == now) for now in range(int(turn.max()) + 1 if self.count else 0)]
 
     def speakers(self) -> torch.Tensor:
-        """Give for each entry the entry that writes its place: the last one in range, or the last one if none is."""
+        """Find for each entry the entry that writes its place: the last one in range, or the last one if none is."""
         number = torch.arange(self.count, device=self.indices[0].device)
         if self.unique:
             return number
@@ -158,7 +157,7 @@ class Scatter:
         return self.inside is not None and 0 in self.sizes
 
     def tried(self, work: Callable[[], Done]) -> Done:
-        """Do something; if torch refuses an index, say which. Checking beforehand would cost on every healthy call."""
+        """Run some work; if torch refuses an index, name it. Checking beforehand would cost on every healthy call."""
         try:
             return work()
         except (IndexError, RuntimeError):
@@ -173,7 +172,7 @@ class Scatter:
                     raise out_of_range("at(x)[...]", int(wrong[0]), advanced.dim_of_x, size)
 
     def _only(self, chosen: torch.Tensor) -> Scatter:
-        """Give the same places with some of the entries, as one row of entries, none twice."""
+        """Keep some of the entries, none twice."""
         less = object.__new__(Scatter)
         less.__dict__.update(self.__dict__)
         less.indices = [i[chosen] for i in self.indices]
@@ -186,7 +185,7 @@ class Scatter:
         return _permuted(new, [self.order.index(dim) for dim in range(view.dim())])
 
     def alone(self) -> bool:
-        """Tell whether surely no place is named twice. Looks only where looking waits for nothing: on the CPU."""
+        """Whether surely no place is named twice; reads the index only where that waits for nothing, on the CPU."""
         if not self.unique and 0 not in self.sizes and self.indices[0].device.type == "cpu":
             if _kernels.usable(*self.indices):
                 single = len(self.indices) == 1
@@ -200,7 +199,6 @@ class Scatter:
         return self.unique
 
     def _key(self) -> torch.Tensor:
-        """Give one number for each entry's place."""
         key = self.indices[0] % self.sizes[0]
         for i, size in zip(self.indices[1:], self.sizes[1:], strict=True):
             key = key * size + i % size
@@ -208,12 +206,12 @@ class Scatter:
 
 
 def _column(per_entry: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Give an answer for each entry the dimensions to broadcast over the entry's row."""
+    """Give a tensor of one value per entry the dimensions to broadcast over the entry's row."""
     return per_entry.reshape(-1, *[1] * (rows.dim() - 1))
 
 
 def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Give a number in a dtype; a bare number would promote a bool."""
+    # A bare number would promote a bool.
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
@@ -226,7 +224,6 @@ def _permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, start: int, end: int, width: int) -> torch.Tensor:
-    """Move some dimensions that stand together."""
     if start == end or not width:
         return tensor
     return tensor.movedim(tuple(range(start, start + width)), tuple(range(end, end + width)))
@@ -247,8 +244,8 @@ def _broadcast(advanced_indices: Sequence[AdvancedIndex]) -> tuple[int, ...]:
 
 
 def _front(advanced_indices: Sequence[AdvancedIndex], width: int) -> int:
-    """Find how many other dimensions stand before the entries in `view[index]`."""
-    # An index tensor without dimensions chooses like an int: its dimension is gone before the question is asked.
+    """Count the other dimensions before the entries in `view[index]`."""
+    # An index tensor without dimensions chooses like an int: its dimension is gone already.
     if len(advanced_indices) == 1:
         return advanced_indices[0].dim
     kept = [dim for dim in range(width) if dim not in (c.dim for c in advanced_indices if not c.tensor.dim())]
@@ -286,7 +283,6 @@ def _chosen(rule: Binary, old: torch.Tensor, value: torch.Tensor) -> torch.Tenso
 
 
 def subtracted(places: Scatter, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Add the negative."""
     return places.add(view, -rows)
 
 
@@ -309,7 +305,7 @@ def with_extreme(which: str) -> OnEntries:
 
 
 def advanced_indices(parsed: ParsedIndex, view: torch.Tensor) -> Sequence[AdvancedIndex]:
-    """Give all masks and index tensors as index tensors, in the order of their dimensions."""
+    """Return all masks and index tensors as index tensors, in the order of their dimensions."""
     if not parsed.masks:
         return parsed.indices
     found = list(parsed.indices)
@@ -322,7 +318,7 @@ def advanced_indices(parsed: ParsedIndex, view: torch.Tensor) -> Sequence[Advanc
 
 
 def under_mask(mask: AdvancedIndex, view: torch.Tensor, value: torch.Tensor, pair: Binary, function: str) -> Any:
-    """Edit under one mask without asking how many are True, if no True element has a value of its own; else None."""
+    """Edit under one mask without counting its True elements, if none has a value of its own; else return None."""
     width = mask.tensor.dim()
     after = view.dim() - mask.dim - width
     lead = value.shape[: max(value.dim() - after - 1, 0)]
@@ -355,7 +351,6 @@ def called(fn: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, x: 
 
 
 def check_kind(name: str, x: torch.Tensor, function: str) -> None:
-    """Refuse what is not defined for the kind of numbers in x."""
     if name in ("min", "max") and x.is_complex():
         raise _undefined(function, x, "complex numbers have no order.", "gg.at(x.abs())")
     if name == "divide" and not (x.is_floating_point() or x.is_complex()):
@@ -367,7 +362,6 @@ def check_kind(name: str, x: torch.Tensor, function: str) -> None:
 
 
 def in_place(sign: str, name: str) -> ArgumentTypeError:
-    """Make the error of an assignment such as `at(x)[idx] += v`."""
     return ArgumentTypeError(
         f"at(x)[idx] {sign}= v works in place.",
         why="at() never touches x; an edit gives a new tensor.",
@@ -377,22 +371,3 @@ def in_place(sign: str, name: str) -> ArgumentTypeError:
 
 def _undefined(function: str, x: torch.Tensor, why: str, fix: str) -> ArgumentTypeError:
     return ArgumentTypeError(f"{function}: `x` is {describe(x)}.", why=why, fix=fix)
-
-
-# --- Whole rows by one index tensor ---------------------------------------------------------------------------------
-
-
-def with_rows(x: torch.Tensor, index: Any, rows: Any, unique: bool) -> torch.Tensor | None:
-    """Give x with other rows, if all is plain and well."""
-    if not (isinstance(index, torch.Tensor) and isinstance(rows, torch.Tensor)):
-        return None
-    if index.dtype is not torch.int64 or index.dim() != 1 or not x.dim() or rows.dtype is not x.dtype:
-        return None
-    if rows.shape != (index.shape[0], *x.shape[1:]) or not _kernels.usable(index):
-        return None
-    if not unique and _kernels.repeats(index, x.shape[0]):
-        return None
-    try:
-        return x.index_put((index,), rows)
-    except (IndexError, RuntimeError):  # out of range, or on several devices
-        return None
