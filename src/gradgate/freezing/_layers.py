@@ -6,7 +6,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from types import TracebackType
+from functools import partial
 from typing import Self
 
 import torch
@@ -38,14 +38,14 @@ from gradgate.freezing._verify import (
 class FreezeHandle:
     """What one call froze; made by `freeze` and `train_only`.
 
-    As a context manager it thaws at the end of the block. A parameter that several handles frozen is free when the
-    last of them has thawed, in whatever order.
+    As a context manager it thaws at the end of the block. A parameter that several handles freeze is free when all of
+    them have thawed, in any order.
 
     Attributes:
         model: The model.
         names: The frozen parameters, each under every name it has.
         tied: For each name that shares its values with others: those others. They are frozen with it.
-        statistics: The modules whose running statistics stand still.
+        statistics: The modules whose running statistics are stopped.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -73,12 +73,12 @@ class FreezeHandle:
                 parameter, self._token, label, synchronised=id(parameter) in synchronised
             )
         for module in modules.values():
-            hold_statistics(module, self._token)
+            stop_statistics(module, self._token)
         self.accept()
 
     @property
     def active(self) -> bool:
-        """Whether it still holds anything; `gg.freezing.thaw` may have freed all of it."""
+        """Whether it still freezes anything; `gg.freezing.thaw` may have freed all of it."""
         return not self._thawed and (not self.names or any(map(self._holds, self._parameters.values())))
 
     def _holds(self, parameter: torch.Tensor) -> bool:
@@ -86,7 +86,7 @@ class FreezeHandle:
         return frozen is not None and self._token in frozen.freezes
 
     def thaw(self) -> None:
-        """Let go: what no other handle holds learns again, as it did before. A second call does nothing.
+        """Let what no other handle freezes learn again, as it did before. A second call does nothing.
 
         Raises:
             ArgumentValueError: DistributedDataParallel was built while a parameter was frozen and would never
@@ -103,10 +103,10 @@ class FreezeHandle:
             release_statistics(module, self._token)
 
     def release_state(self, *optimizers: torch.optim.Optimizer) -> int:
-        """Drop what optimizers remember of the frozen parameters; when they thaw, it begins anew.
+        """Drop the optimizer state of the frozen parameters; when they thaw, it begins anew.
 
         Args:
-            *optimizers: The optimizers; `gg.trainable(model, optimizer)` says how much they keep.
+            *optimizers: The optimizers; `gg.trainable(model, optimizer)` shows how much state they have.
 
         Returns:
             How many bytes of tensors were dropped.
@@ -119,15 +119,15 @@ class FreezeHandle:
         return released
 
     def accept(self) -> None:
-        """Take the values of now as the frozen ones, after a checkpoint was loaded on purpose."""
+        """Take the present values as the frozen ones, after you have loaded a checkpoint."""
         self._accepted = self._computed()
         self._fingerprints = {name: fingerprint(local_part(tensor)) for name, tensor in self._frozen().items()}
 
     def verify(self) -> None:
         """Prove that nothing moved since the freeze (or since `accept`): frozen values and statistics.
 
-        A spectral or weight norm, a pruning or another parametrization that was applied since is found too: the
-        parameter rests, but the layer computes with something else.
+        It also finds a spectral or weight norm, a pruning or another parametrization that was applied since: the
+        parameter rests, but the layer computes with something else. Of a sharded model it checks this process's part.
 
         Raises:
             FrozenMovedError: Something did; the first element is named, with both values.
@@ -147,12 +147,11 @@ class FreezeHandle:
             self._fingerprints[name] = check_unmoved(name, tensor, region, self._fingerprints[name], how)
 
     def _computed(self) -> dict[str, str]:
-        """Say what computes the frozen tensors that are no parameters any more."""
         found = {name: computed_by(*self._owners[name]) for name, old in self._parameters.items() if self._holds(old)}
         return {name: how for name, how in found.items() if how}
 
     def _frozen(self) -> dict[str, torch.Tensor]:
-        """Give what must not move, as the model has it now: a parameter that was exchanged shows here."""
+        # As the model has it now, so that a parameter that was replaced shows.
         now = named_parameters(self.model)
         found: dict[str, torch.Tensor] = {
             name: now.get(name, old) for name, old in self._parameters.items() if self._holds(old)
@@ -166,9 +165,7 @@ class FreezeHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.thaw()
 
     def __repr__(self) -> str:
@@ -184,29 +181,31 @@ class FreezeHandle:
 def freeze(model: nn.Module, *what: Selector, statistics: bool = True) -> FreezeHandle:
     """Keep parameters from moving: bit-identical after any number of steps of any optimizer.
 
-    The parameter stops requiring a gradient, the one it has is dropped, and while it is frozen no step of any
+    The parameter stops requiring a gradient and loses the one it has. While it is frozen, no step of any
     `torch.optim.Optimizer` finds a gradient on it - a stale one, a zeroed one - so neither decay nor warm momentum
-    reaches it, and its optimizer state rests. Running statistics (BatchNorm) of a frozen part stop too, and
-    `model.train()` does not wake them: such a layer then computes with its running statistics, as in `eval()`.
+    moves it, and its optimizer state rests. Running statistics (BatchNorm) of a frozen part stop too, whatever
+    `model.train()` says: such a layer then computes with its running statistics, as in `eval()`.
 
-    Under DistributedDataParallel a parameter that is frozen after the wrap goes on requiring a gradient, because DDP
-    waits for it; the gradient is 0 and it does not move. Freeze before the wrap to save the work.
+    Under DistributedDataParallel a parameter that is frozen after the wrap still requires a gradient, because DDP waits
+    for it; the gradient is 0 and the parameter does not move. Freeze before the wrap to save the work. Freeze an FSDP2
+    model after `fully_shard`.
 
     Args:
-        model: The model; DDP and torch.compile around it are looked through.
+        model: The model; DDP and torch.compile around it are ignored.
         *what: Globs (`"encoder.*"`, matched against full names and against the modules around), compiled regexes
-            (searched in the same names), modules, parameters, or predicates `(name, parameter) -> bool`. What any of
-            them means is frozen, in whatever order they come. None at all means the whole model. The prefix of a
-            wrapper (`base_model.model.` in PEFT) may be left out.
+            (searched in the same names), modules, parameters, or predicates `(name, parameter) -> bool`. Everything
+            that one of them selects is frozen; without any, the whole model. The prefix of a wrapper
+            (`base_model.model.` in PEFT) may be left out.
         statistics: Whether running statistics stop, of modules whose parameters are all frozen; one without
             parameters goes with the part around it.
 
     Returns:
-        A handle to thaw and to verify; also a context manager. Letting it fall does not thaw.
+        A handle to thaw and to verify; also a context manager. Dropping the reference does not thaw.
 
     Raises:
         NothingMatchedError: A selector matches nothing; the nearest names are given.
-        ArgumentValueError: A module or parameter of another model was given, or one that has no values yet.
+        ArgumentValueError: A module or parameter of another model was given, one that has no values yet, or one that
+            FSDP2 has gathered for the moment.
         ArgumentTypeError: `model` is no module, or a selector is of a kind that selects nothing.
 
     Examples:
@@ -286,7 +285,7 @@ def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: 
 
 
 def thaw(model: nn.Module, *what: Selector) -> None:
-    """Take every freeze and every pin off these parameters, whoever put it there.
+    """Remove every freeze and every pin from these parameters.
 
     For copies and unpickled models, which are frozen as the original was but have no handle.
 
@@ -323,9 +322,8 @@ def thaw(model: nn.Module, *what: Selector) -> None:
 
 
 def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Module]:
-    """Give the modules with statistics that lie in what is frozen."""
-    # These are the modules all of whose parameters are frozen. One without parameters goes with the nearest module
-    # around it that has some.
+    """List the modules with statistics all of whose parameters are frozen."""
+    # One without parameters goes with the nearest module around it that has some.
     ids = {id(parameter) for parameter in frozen}
     everything = named_modules(model)
     found = {}
@@ -339,14 +337,13 @@ def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Modul
 
 
 def _owners(model: nn.Module, names: list[str]) -> dict[str, tuple[nn.Module, str]]:
-    """Give for each parameter the module that has it, and its name there."""
     modules = named_modules(model)
     parts = {name: name.rpartition(".") for name in names}
     return {name: (modules[path], own) for name, (path, _, own) in parts.items()}
 
 
 def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) -> None:
-    """Refuse to free what DDP has never heard of: it would learn on each process for itself."""
+    """Refuse to free what DDP does not know: it would learn on each process for itself."""
     known_to_ddp = replicated()
     for name, parameter in parameters.items():
         frozen = freeze_state_of(parameter)
@@ -370,7 +367,6 @@ def _check_flag(statistics: bool, function: str) -> None:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
-    """Count the memory of what an optimizer remembers of a parameter."""
     state = optimizer.state.get(parameter, {})
     return sum(local_part(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
@@ -382,7 +378,7 @@ Selector = str | re.Pattern[str] | nn.Module | torch.Tensor | Callable[[str, nn.
 
 
 def bare(model: nn.Module, function: str) -> nn.Module:
-    """Give the model itself, without DistributedDataParallel and torch.compile around it."""
+    """Return the model itself, without DistributedDataParallel and torch.compile around it."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
             f"{function}(): `model` is {describe(model)}.",
@@ -397,12 +393,11 @@ def bare(model: nn.Module, function: str) -> nn.Module:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Give every parameter under every name it has, in the model's order; tied ones come several times."""
+    """Return every parameter under every name it has, in the model's order; tied ones come several times."""
     return {as_written(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Give every module under every name it has."""
     return {
         as_written(name): module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -411,9 +406,8 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def select(model: nn.Module, what: Sequence[Selector], function: str) -> list[str]:
-    """Give the names of all parameters that any of the selectors means; with no selector, all of them."""
-    # A glob or a regex means a parameter if it matches the parameter's full name or that of a module around it. The
-    # order of the selectors does not matter, and what several of them mean is taken once.
+    """Return the names of all parameters that any of the selectors selects; with no selector, all of them."""
+    # A glob or a regex selects a parameter if it matches the parameter's full name or that of a module around it.
     known = named_parameters(model)
     chosen: set[int] = set()
     for selector in what:
@@ -451,7 +445,6 @@ def ties_of(known: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
 
 
 def wording(selector: Selector) -> str:
-    """Say a selector as the user wrote it, as far as that is known."""
     if isinstance(selector, re.Pattern):
         return f"re.compile({selector.pattern!r})"
     if isinstance(selector, str):
@@ -463,10 +456,11 @@ def wording(selector: Selector) -> str:
 
 def _matched(model: nn.Module, known: dict[str, nn.Parameter], selector: Selector, function: str) -> list[str]:
     if isinstance(selector, str | re.Pattern):
+        matches = partial(fnmatchcase, pat=selector) if isinstance(selector, str) else selector.search
         # By the names in the model; where they match nothing, by those in the model that it is a wrapper of.
         for prefix in _wrappers(model):
             parts_of = [(name, with_parents(name.removeprefix(prefix))) for name in known if name.startswith(prefix)]
-            if found := [name for name, parts in parts_of if any(_matches(selector, part) for part in parts)]:
+            if found := [name for name, parts in parts_of if any(map(matches, parts))]:
                 return found
         return []
     if isinstance(selector, nn.Module):
@@ -491,7 +485,7 @@ def _matched(model: nn.Module, known: dict[str, nn.Parameter], selector: Selecto
 
 
 def _wrappers(model: nn.Module) -> Iterator[str]:
-    """Give the prefix of names in a model, and in what it wraps if all its parameters are those of one child."""
+    """Return the prefix of names in a model, and in what it wraps if all its parameters are those of one child."""
     path: list[str] = []
     while True:
         yield "".join(f"{as_written(name)}." for name in path if as_written(name))
@@ -504,14 +498,8 @@ def _wrappers(model: nn.Module) -> Iterator[str]:
         path.append(name)
 
 
-def _matches(pattern: str | re.Pattern[str], name: str) -> bool:
-    if isinstance(pattern, str):
-        return fnmatchcase(name, pattern)
-    return pattern.search(name) is not None
-
-
 def with_parents(name: str) -> list[str]:
-    """Give a parameter's name and those of the modules around it: a.b.c, a.b, a."""
+    """List a parameter's name and those of the modules around it: a.b.c, a.b, a."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
@@ -547,7 +535,7 @@ def _nothing(
 
 
 class Asleep:
-    """Stands in for the `train` method of one module."""
+    """Replaces the `train` method of a module: it notes the mode, and the module stays in evaluation mode."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -555,40 +543,35 @@ class Asleep:
         self.tokens: set[str] = set()
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        """Remember the mode, and stay in evaluation mode."""
         self.asked = mode
         self.module.training = False
         return self.module
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Tell whether a module keeps running statistics of its own, as the norms of torch do."""
-    # These are buffers called `running_...`, and the two vectors of the spectral norm's power iteration.
-    return any(True for _ in statistics_of(module))
+    return next(statistics_of(module), None) is not None
 
 
 def statistics_of(module: nn.Module) -> Iterator[str]:
-    """Give the names of the buffers that training would move; nothing where they are switched off (None)."""
+    """Return the names of the buffers that training would move, of norms and of the spectral norm."""
     for name, _ in module.named_buffers(recurse=False):
         if name.startswith("running_") or name == "num_batches_tracked" or is_power_iteration(module, name):
             yield name
 
 
-def held_statistics(module: nn.Module) -> bool:
-    """Tell whether the statistics of a module are stopped."""
+def has_stopped_statistics(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("train"), Asleep)
 
 
-def hold_statistics(module: nn.Module, token: str) -> None:
-    """Stop the statistics of a module for the holder of this token."""
-    if not held_statistics(module):
+def stop_statistics(module: nn.Module, token: str) -> None:
+    if not has_stopped_statistics(module):
         module.__dict__["train"] = Asleep(module)
         module.training = False
     module.__dict__["train"].tokens.add(token)
 
 
 def release_statistics(module: nn.Module, token: str) -> None:
-    """Let the statistics run again, once nobody else stops them."""
+    """Let the statistics run again, unless other tokens stop them."""
     asleep = module.__dict__.get("train")
     if isinstance(asleep, Asleep):
         asleep.tokens.discard(token)
@@ -598,6 +581,5 @@ def release_statistics(module: nn.Module, token: str) -> None:
 
 
 def all_tokens(module: nn.Module) -> list[str]:
-    """Give the tokens of everyone who stops the statistics of a module."""
     asleep = module.__dict__.get("train")
     return sorted(asleep.tokens) if isinstance(asleep, Asleep) else []

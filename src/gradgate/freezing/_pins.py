@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -32,7 +31,7 @@ class Pin:
     """Elements of one parameter that stay what they are; made by `pin`.
 
     As a context manager it releases at the end of the block. Pins of one parameter may overlap; an element is free
-    when the last pin on it has gone.
+    without the last of its pins.
 
     Attributes:
         parameter: The parameter, the same object as before.
@@ -73,7 +72,7 @@ class Pin:
             frozen.release(self.parameter, self._token)
 
     def accept(self) -> None:
-        """Take the values of now as the pinned ones, after they were changed on purpose."""
+        """Take the present values as the pinned ones, after you have changed them on purpose."""
         values, self._accepted = self._used()
         self._fingerprint = fingerprint(self._local.gather(local_part(values)))
 
@@ -84,7 +83,7 @@ class Pin:
         return self.parameter.detach(), ""
 
     def verify(self) -> None:
-        """Prove that no pinned element moved since it was pinned (or since `accept`).
+        """Prove that no pinned element moved since it was pinned (or since `accept`); of a shard, on this process.
 
         Raises:
             FrozenMovedError: One did; it is named, with both values.
@@ -139,9 +138,7 @@ class Pin:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def __repr__(self) -> str:

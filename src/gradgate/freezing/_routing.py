@@ -77,20 +77,20 @@ def route(
 ) -> Routing:
     """Run backward so that each part of a model learns from the losses that it is routed to, and from no other.
 
-    It takes the place of `loss.backward()`: gradients are added to `.grad`, hooks on parameters run. Losses that train
+    It replaces `loss.backward()`: gradients are added to `.grad`, hooks on parameters run. Losses that train
     the same parameters share one backward pass, unless their gradients are measured or resolved; then each has its
     own. Activations in between carry every gradient, so a loss reaches the encoder through a head it does not train.
 
     Args:
         routes: For each part, as a selector of `freeze`, the names of the losses that train it. A parameter in several
             parts is trained by the losses of all of them. A part with an empty list gets no gradient.
-        losses: The losses by name, each one number. To weight them, give weighted ones.
+        losses: The losses by name, each one number; multiply them by their weights before.
         model: The model.
         measure: Whether to measure the conflict: the cosine of each pair of losses in each layer they share.
         resolve: "pcgrad" takes out of each loss's gradient what opposes another loss (Yu et al. 2020, "Gradient
             Surgery"), among parameters that the same losses train, and in the order of the losses instead of a random
             one. It measures the conflict too, before.
-        retain_graph: Whether the graph is kept for another backward.
+        retain_graph: Whether to keep the graph for another backward.
 
     Returns:
         What trains what, and the measured conflict.
@@ -131,7 +131,6 @@ def _routing(
     losses: Mapping[str, torch.Tensor],
     learning: dict[str, nn.Parameter],
 ) -> Routing:
-    """Look up which of the parameters that learn each loss trains."""
     allowed: dict[str, set[str]] = {loss: set() for loss in losses}
     routed: set[str] = set()
     used = set()
@@ -202,7 +201,7 @@ def _check(model: nn.Module, routes: Any, losses: Any, resolve: Any) -> None:
 
 
 def _backward(routing: Routing, losses: list[torch.Tensor], parameters: list[nn.Parameter], keep: bool | int) -> None:
-    """Run one backward pass; the graph stays while more of them are to come, whose number is given."""
+    """Run one backward pass; `keep` is whether the graph stays, or of how many passes this is one."""
     routing.backwards += 1
     retain = keep is True or routing.backwards < keep
     torch.autograd.backward(losses, inputs=parameters, retain_graph=retain)
@@ -215,7 +214,6 @@ def _separately(
     resolve: bool,
     retain_graph: bool,
 ) -> None:
-    """Run one backward for each loss, compare the gradients, and add them up."""
     before = {name: parameter.grad for name, parameter in learning.items()}
     gradients: dict[str, dict[str, torch.Tensor]] = {}
     active = {loss: names for loss, names in routing.trains.items() if names}
@@ -230,7 +228,7 @@ def _separately(
             routing._cosines = _cosines(gradients, list(learning))
             if resolve:
                 _resolve(gradients, routing.trains, list(learning))
-    finally:  # also after an error: as before the call, but for losses that were through
+    finally:  # also after an error
         for name, parameter in learning.items():
             parameter.grad = before[name]
     with torch.no_grad():
@@ -242,14 +240,9 @@ def _separately(
 
 
 def _dot(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
-    products = [
-        (one[name] * other[name]).sum(dtype=_wide(one[name])) for name in names if name in one and name in other
-    ]
+    shared = [(one[name], other[name]) for name in names if name in one and name in other]
+    products = [(a * b).sum(dtype=torch.promote_types(a.dtype, torch.float32)) for a, b in shared]
     return torch.stack(products).sum() if products else torch.zeros(())
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _cosines(

@@ -17,16 +17,16 @@ from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._layers import FreezeHandle, Selector, bare, freeze_named, named_parameters, select
 
 _last: WeakKeyDictionary[nn.Module, ref[FreezeSchedule]] = WeakKeyDictionary()
-"""The schedule of each model: a schedule decides about all of it, so the one that spoke last holds alone."""
+"""The schedule of each model: a schedule decides about all of it, so only the newest one counts."""
 
 
 class FreezeSchedule:
     """Thaws a model part by part: each part learns from its epoch (or step) on, all else is frozen.
 
     Build the optimizer over all of `model.parameters()`: what is frozen costs it nothing, and what thaws is there. The
-    state of the schedule is where it stands, not what it did: after `load_state_dict`, or `set_epoch` with any
-    number, forwards or backwards, exactly that epoch's parts learn. Create it after DistributedDataParallel, which
-    must know every parameter that will learn. A new schedule of a model takes the place of its old one.
+    state of the schedule is its position, not its history: after `load_state_dict`, or `set_epoch` with any number,
+    forwards or backwards, exactly that epoch's parts learn. Create it after DistributedDataParallel, which must know
+    every parameter that will learn. A new schedule of a model replaces its old one.
 
     Args:
         model: The model.
@@ -40,7 +40,7 @@ class FreezeSchedule:
         growth: By how much that learning rate is multiplied each epoch (or step).
 
     Attributes:
-        at: The epoch or step it stands at; 0 in the beginning.
+        at: The present epoch or step; 0 at first.
         handle: What is frozen now; None where nothing is.
 
     Raises:
@@ -103,17 +103,15 @@ class FreezeSchedule:
         return html_table(repr(self), ("from", "these learn too"), rows, tones=tones)
 
     def _rates(self) -> dict[int, float]:
-        """Give the learning rate of what thawed at each number, as far as it has one of its own."""
         return {at: rate * self._growth ** (self.at - at) for at, rate in self._lr.items() if at <= self.at}
 
     def _limits(self) -> dict[nn.Parameter, float]:
-        """Give the learning rate of each parameter that has one of its own, to be compared with its group's."""
         known, rates = named_parameters(self._model), self._rates()
         first = {name: at for at in reversed(self._learns) for name in self._learns[at]}  # when each one thaws
         return {known[name]: rates[at] for name, at in first.items() if at in rates and name in known}
 
     def set_epoch(self, epoch: int) -> None:
-        """Let learn what learns in this epoch, and freeze the rest.
+        """Thaw what learns in this epoch, and freeze the rest.
 
         Args:
             epoch: The epoch, from 0 on.
@@ -124,7 +122,7 @@ class FreezeSchedule:
         self._set("epoch", epoch)
 
     def set_step(self, step: int) -> None:
-        """Let learn what learns at this step, and freeze the rest.
+        """Thaw what learns at this step, and freeze the rest.
 
         Args:
             step: The step, from 0 on.
@@ -135,7 +133,7 @@ class FreezeSchedule:
         self._set("step", step)
 
     def learning(self) -> list[str]:
-        """Give the names of what the plan lets learn now.
+        """Return the names of what learns now by the plan.
 
         Returns:
             The names in the model's order.
@@ -144,19 +142,19 @@ class FreezeSchedule:
         return [name for name in named_parameters(self._model) if name in now]
 
     def state_dict(self) -> dict[str, Any]:
-        """Give where the schedule stands, and its plan by names, to be saved with the model.
+        """Return the position of the schedule, and its plan by names, to save them with the model.
 
         Returns:
-            Plain values that any checkpoint can frozen.
+            Plain values that any checkpoint can hold.
         """
         state = {"by": self._by, "at": self.at, "learns": {at: list(names) for at, names in self._learns.items()}}
         return {**state, "lr": dict(self._lr), "growth": self._growth} if self._lr else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a saved schedule stood.
+        """Go to the position of a saved schedule.
 
         Args:
-            state: What `state_dict` gave.
+            state: What `state_dict` returned.
 
         Raises:
             ArgumentValueError: It belongs to another plan.
@@ -261,7 +259,7 @@ _whole: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKey
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Divide parameter groups for the duration of a step: what has just thawed has a learning rate of its own."""
+    """Divide parameter groups for one step: what has just thawed has a learning rate of its own."""
     _join(optimizer)  # a step that raised has left them divided
     schedules = [schedule for reference in _last.values() if (schedule := reference()) is not None]
     limits = {id(parameter): rate for schedule in schedules for parameter, rate in schedule._limits().items()}
@@ -284,7 +282,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _divided(group: dict[str, Any], limits: Mapping[int, float]) -> list[dict[str, Any]]:
-    """Divide a group by learning rates; a group that needs none is given as it is."""
     lr = group.get("lr")
     parts: dict[float | None, list[torch.Tensor]] = {}
     for parameter in group["params"]:
@@ -294,20 +291,21 @@ def _divided(group: dict[str, Any], limits: Mapping[int, float]) -> list[dict[st
     if set(parts) <= {None}:
         return [group]
     return [
-        {**group, "params": parameters, "lr": lr if limit is None else _smaller(lr, limit), _FROM: group}
-        for limit, parameters in parts.items()
+        {**group, "params": parameters, "lr": _smaller(lr, limit), _FROM: group} for limit, parameters in parts.items()
     ]
 
 
 _FROM = "gradgate_divided_from"
 
 
-def _smaller(lr: Any, limit: float) -> Any:
+def _smaller(lr: Any, limit: float | None) -> Any:
+    if limit is None:
+        return lr
     return lr.clamp(max=limit) if isinstance(lr, torch.Tensor) else min(lr, limit)
 
 
 def _join(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer its own groups again, with what the step has written into the divided ones."""
+    """Restore an optimizer's own groups, with what the step has written into the divided ones."""
     if optimizer in _whole:
         for part in optimizer.param_groups:
             if (group := part.get(_FROM)) is not None:

@@ -17,7 +17,7 @@ from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
 from gradgate.freezing._layers import (
     bare,
     has_statistics,
-    held_statistics,
+    has_stopped_statistics,
     named_modules,
     named_parameters,
     state_bytes,
@@ -36,7 +36,7 @@ class Totals:
         elements: All elements of all parameters.
         learning: Those that learn.
         frozen: Those that do not.
-        statistics_held: Names of the modules whose running statistics stand still.
+        statistics_held: Names of the modules whose running statistics are stopped.
         statistics_running: Names of those whose statistics run in training mode.
     """
 
@@ -98,12 +98,12 @@ class TrainableTable(dict[str, dict[str, Any]]):
 
 
 def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainableTable:
-    """Say of every parameter whether it learns, how much of it, and why not.
+    """List for every parameter whether it learns, how much of it, and why not.
 
     Args:
         model: The model.
         *optimizers: Its optimizers; with them, a parameter that would learn but is in none of them is reported, and how
-            much they remember of one that is frozen.
+            much state they have of one that is frozen.
 
     Returns:
         A dictionary by name with `shape`, `elements`, `learning` (how many elements learn), `state` ("learns",
@@ -149,7 +149,7 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
             counted.add(id(parameter))
             elements, learning = elements + entry["elements"], learning + entry["learning"]
     modules = {name: module for name, module in named_modules(inner).items() if has_statistics(module)}
-    held = tuple(name for name, module in modules.items() if held_statistics(module))
+    held = tuple(name for name, module in modules.items() if has_stopped_statistics(module))
     # Rows that learn beside their table stand in the table's place: the model has no more elements than before.
     copies = {
         id(small): small.numel()

@@ -1,9 +1,9 @@
 """A few rows of a large table learn, at the cost of these rows: `train_rows`.
 
-The rows live in a small parameter of their own beside the table, which is frozen. A forward hook lays them over the
-output that the frozen table gives, so the gradient goes to the small parameter only; gradient, optimizer state and
-step are as large as the rows. After each step the rows are copied into the table, which therefore reads as it should;
-`state_dict` has the table under its own key and nothing else.
+The rows are a small parameter of their own beside the table, which is frozen. A forward hook puts them into the output
+of the frozen table, so the gradient goes to the small parameter only; gradient, optimizer state and step are as large
+as the rows. After each step the rows are copied into the table; `state_dict` has the table under its own key and
+nothing else.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RowTraining:
         self.accept()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Give the small parameters, for an optimizer.
+        """Return the small parameters, for an optimizer.
 
         Returns:
             The rows of the table, and for a Linear those of its bias; each once.
@@ -104,7 +104,7 @@ class RowTraining:
         return list(found.values())
 
     def merge(self) -> nn.Parameter:
-        """Put the rows into the table for good and make it the plain parameter that it was; again does nothing.
+        """Write the rows into the table and make it a plain parameter again; a second call does nothing.
 
         Returns:
             The table, the same parameter object as before `train_rows`.
@@ -131,7 +131,7 @@ class RowTraining:
         return self.modules[0].get_parameter("weight")
 
     def accept(self) -> None:
-        """Take the values of now as the frozen ones, after a checkpoint was loaded on purpose."""
+        """Take the present values as the frozen ones, after you have loaded a checkpoint."""
         self._fingerprints = [fingerprint(region.gather(table.detach())) for _, table, region in self._frozen()]
 
     def verify(self) -> None:
@@ -209,7 +209,7 @@ def train_rows(module: nn.Module, rows: Sequence[int] | torch.Tensor | range) ->
 
 
 def merge_rows(model: nn.Module) -> None:
-    """Merge every `train_rows` of a model; for copies and unpickled models, which have no handle at hand.
+    """Merge every `train_rows` of a model; for copies and unpickled models, which have no handle.
 
     Args:
         model: The model.
@@ -232,7 +232,6 @@ def merge_rows(model: nn.Module) -> None:
 
 
 def rows_of(module: nn.Module) -> RowTraining | None:
-    """Give the handle of a module whose rows learn."""
     return module.__dict__.get(_HANDLE)
 
 
@@ -241,7 +240,6 @@ def _split_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _split(table: nn.Parameter, rows: torch.Tensor) -> nn.Parameter:
-    """Make the small parameter of a table, freeze the table, and let each know of the other."""
     small = nn.Parameter(table.detach().index_select(0, rows))
     make_freeze_state(table).freeze(
         table, ROWS_TOKEN, f"train_rows: {len(rows):,} of its rows learn", synchronised=False
@@ -257,7 +255,7 @@ def _write_rows(module: nn.Module, name: str) -> None:
         table.index_copy_(0, module.get_buffer("row_numbers"), small)
 
 
-# --- forward: the rows over what the frozen table gives ---------------------------------------------------------
+# --- Forward: the rows in the output of the frozen table --------------------------------------------------------
 
 
 def _overlay_embedding(
@@ -271,7 +269,7 @@ def _overlay_embedding(
     if not small.shape[0]:
         return output
     if module.sparse:
-        # A sparse gradient must name the rows that were met and no other, so only these are looked up.
+        # A sparse gradient must name the rows that were used and no other, so only these are looked up.
         places = (here.flatten() >= 0).nonzero().squeeze(1)
         found = functional.embedding(here.flatten()[places], small, sparse=True)
         return output.reshape(here.numel(), module.embedding_dim).index_copy(0, places, found).view(output.shape)
@@ -299,7 +297,7 @@ def _small_weight(module: nn.Module) -> torch.Tensor:
     return small
 
 
-# --- state dict: the table under its own key, nothing else ------------------------------------------------------
+# --- State dict: the table under its own key, nothing else ------------------------------------------------------
 
 
 def _before_saving(names: tuple[str, ...], module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -323,11 +321,11 @@ def _before_loading(names: tuple[str, ...], module: nn.Module, state: dict[str, 
             state[prefix + name + _SUFFIX] = small.detach()
 
 
-# --- steps ------------------------------------------------------------------------------------------------------
+# --- Steps ------------------------------------------------------------------------------------------------------
 
 
 class _Mirror(Watcher):
-    """Watches the small parameter: after each step its rows are copied into the table, when that has been put right."""
+    """Watches the small parameter: after each step its rows are copied into the restored table."""
 
     late = True
 
@@ -374,7 +372,7 @@ def _check_module(module: nn.Module, what: str) -> None:
     if kind is None or type(module).forward is not kind.forward or module.__dict__.get("forward") is not None:
         raise ArgumentTypeError(
             f"train_rows(): {what} is {describe(module)}.",
-            why="it lays rows over what torch.nn.Embedding and torch.nn.Linear compute; others compute otherwise.",
+            why="it replaces rows of what torch.nn.Embedding and torch.nn.Linear compute; others compute otherwise.",
             fix="gg.pin(module.weight, rows=[0])   # works on any parameter; the rows that must not move",
         )
     if is_sharded(module.get_parameter("weight")):
