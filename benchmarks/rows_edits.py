@@ -110,6 +110,51 @@ def small_step() -> dict[str, Candidate]:
     return {"allow_overwrites": inside, "plain": step}
 
 
+def overwriting_step() -> dict[str, Candidate]:
+    """Make a step that overwrites what autograd has saved, inside the scope and inside torch's own mode."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 512))
+    x = torch.randn(128, 256)
+
+    def step(mode: Callable[[], Any]) -> Candidate:
+        def run() -> None:
+            model.zero_grad()
+            with mode():
+                hidden = model[1](model[0](x))
+                hidden[:, :8] = 0.0
+                model[2](hidden).square().mean().backward()
+
+        return run
+
+    torchs = torch.autograd.graph.allow_mutation_on_saved_tensors
+    return {"allow_overwrites": step(gg.allow_overwrites), "torch's own mode": step(torchs)}
+
+
+def edited_module() -> dict[str, Candidate]:
+    """Give a model of 20 layers another row in one of them, as a state for functional_call."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(20)])
+    row = torch.randn(256)
+
+    def by_hand() -> dict[str, torch.Tensor]:
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state["7.weight"] = clone_and_assign(state["7.weight"], 3, row)
+        return state
+
+    return {"gg.at": lambda: gg.at(model)["7.weight"][3].set(row), "dict, clone + assign": by_hand}
+
+
+def edited_tree() -> dict[str, Candidate]:
+    """Change one tensor of a nested batch."""
+    batch = {"image": [torch.randn(64, 3, 32, 32) for _ in range(4)], "label": torch.arange(64), "meta": {"id": 7}}
+
+    def by_hand() -> dict[str, Any]:
+        images = list(batch["image"])  # type: ignore[call-overload]
+        images[1] = clone_and_assign(images[1], 5, 0.0)
+        return {**batch, "image": images}
+
+    return {"gg.at": lambda: gg.at(batch)["image.1"][5].set(0.0), "dict, clone + assign": by_hand}
+
+
+BY_HAND = ("dict, clone + assign",)
 BY_INDEX = ("clone + assign", "index_put")
 
 ROWS = [
@@ -144,5 +189,32 @@ ROWS = [
         peers=BY_INDEX,
     ),
     Row("edits", "a step of a small MLP inside allow_overwrites", small_step, ours="allow_overwrites", base="plain"),
+    Row(
+        "edits",
+        "a step that overwrites saved activations, against torch's own mode",
+        overwriting_step,
+        ours="allow_overwrites",
+        base="torch's own mode",
+        at_most=1.05,
+        peers=("torch's own mode",),
+    ),
+    Row(
+        "edits",
+        "set a row in one of 20 layers of a model",
+        edited_module,
+        ours="gg.at",
+        base=BY_HAND[0],
+        at_most=1.5,
+        peers=BY_HAND,
+    ),
+    Row(
+        "edits",
+        "set an image in a nested batch",
+        edited_tree,
+        ours="gg.at",
+        base=BY_HAND[0],
+        at_most=1.5,
+        peers=BY_HAND,
+    ),
     row("set 4 elements of 16 (what a call costs)", forward(elements(4, 16)), at_most=None, peers=BY_INDEX),
 ]

@@ -145,6 +145,40 @@ def proving() -> dict[str, Candidate]:
     }
 
 
+def routed() -> dict[str, Candidate]:
+    """One encoder and two heads, three losses: which loss trains which part, by us, by hand, and not at all."""
+    model = nn.ModuleDict(
+        {
+            "encoder": nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]),
+            "rebuild": nn.Linear(256, 256),
+            "classify": nn.Linear(256, 10),
+        }
+    )
+    x = torch.randn(128, 256)
+    parts = {name: list(model[name].parameters()) for name in model}
+
+    def losses() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        code = model["encoder"](x)
+        return {
+            "rebuilt": (model["rebuild"](code) - x).square().mean(),
+            "class": model["classify"](code).logsumexp(1).mean(),
+        }
+
+    routes = {"encoder.*": ["rebuilt"], "rebuild.*": ["rebuilt"], "classify.*": ["class"]}
+
+    def by_hand() -> None:
+        found = losses()
+        torch.autograd.backward(found["rebuilt"], inputs=parts["encoder"] + parts["rebuild"], retain_graph=True)
+        torch.autograd.backward(found["class"], inputs=parts["classify"])
+
+    return {
+        "backward(inputs=...) by hand": by_hand,
+        "gg.route": lambda: gg.route(routes, losses(), model),
+        "one backward of the sum": lambda: sum(losses().values()).backward(),  # type: ignore[union-attr]
+    }
+
+
 def of_table(what: str, candidates: Callable[[], dict[str, Candidate]], ours: str, at_most: float | None) -> Row:
     """A row about one step of the large table."""
     base = "hook and torch.where" if candidates is hooked else "plain"
@@ -195,6 +229,15 @@ ROWS = [
         "the table",
         0.01,
         counts=True,
+    ),
+    Row(
+        "freezing",
+        "two losses, each trains its own part of an encoder with two heads",
+        routed,
+        "gg.route",
+        "backward(inputs=...) by hand",
+        at_most=1.1,
+        peers=("backward(inputs=...) by hand",),
     ),
     *[of_size(count) for count in (1_000, 10_000, 100_000)],
 ]

@@ -132,6 +132,37 @@ def mask_rows_of_a_gradient():
     return {"where": lambda: torch.where(keep, gradient, 0), "gradgate": ours}
 
 
+def checks():
+    """An activation that must be finite."""
+    x = torch.randn(256, 4096)
+
+    def asserted():
+        assert bool(torch.isfinite(x).all())
+        return x
+
+    return {"assert isfinite().all()": asserted, "gg.check": lambda: gg.check(x, "finite", "activations")}
+
+
+def clipping():
+    """Gradients of 20 layers, clipped between backward and the step."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(20)])
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    ratio = gg.AdaptiveClip(model, "ratio", threshold=1e3)
+    history = gg.AdaptiveClip(model)
+
+    def each_by_itself():
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, 1e9)
+
+    return {
+        "clip_grad_norm_ of each parameter": each_by_itself,
+        "AdaptiveClip": history,
+        "AdaptiveClip, ratio": ratio,
+        "clip_grad_norm_ of all": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+    }
+
+
 BY_HAND = ("where/detach", "hook on a view", "copied Function")
 IN_A_MODEL = ("hook with where", "where/detach")
 MASKING = ("where", "masked_fill")
@@ -165,5 +196,23 @@ ROWS = [
         "gradgate",
         "where",
         peers=MASKING[:1],
+    ),
+    Row(
+        "gates",
+        "check that 256 x 4096 is finite",
+        checks,
+        "gg.check",
+        "assert isfinite().all()",
+        1.1,
+        peers=("assert isfinite().all()",),
+    ),
+    Row(
+        "gates",
+        "clip the gradients of 20 layers of 512 x 512, each by its own limit",
+        clipping,
+        "AdaptiveClip",
+        "clip_grad_norm_ of each parameter",
+        1.5,
+        peers=("clip_grad_norm_ of each parameter",),
     ),
 ]
