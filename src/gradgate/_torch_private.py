@@ -1,7 +1,7 @@
-"""Every private name of torch that gradgate uses; no other file uses one.
+"""The private names of torch that gradgate uses; those about several processes are in `_torch_distributed`.
 
-Each name is looked up once, with what is lost where a version of torch does not have it: something public that does the
-same more slowly or knows less, or an error that says so when the name is used.
+Each name is looked up once. Where a version of torch does not have it, a public replacement does the same more slowly
+or knows less, or an error says what is lost when the name is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MISSING: dict[str, str] = {}
 
 
 class _Missing:
-    """Stands for a private name that this torch does not have and nothing public replaces."""
+    """A private name that this torch does not have and nothing public replaces."""
 
     def __init__(self, name: str, lost: str) -> None:
         self.__dict__.update(name=name, lost=lost)
@@ -55,7 +55,6 @@ def _note(name: str, lost: str, instead: Any) -> Any:
 
 
 def _find(name: str, lost: str, instead: Any = _Missing) -> Any:
-    """Look up a private name, or give what replaces it."""
     try:
         return pkgutil.resolve_name(f"torch.{name}")
     except (AttributeError, ImportError):
@@ -69,7 +68,7 @@ def _find_attribute(sample: object, name: str, lost: str) -> Any:
 
 
 def _check_names(thing: object, names: str, lost: str) -> None:
-    """Say which private name of an object is missing, before anything is done with it."""
+    """Raise if an object does not have a private name, before anything is done with it."""
     for name in names.split():
         if not hasattr(thing, name):
             _Missing(f"{type(thing).__name__}.{name}", lost)()
@@ -88,17 +87,15 @@ _NO_MODULES = "models cannot be searched for their parts"
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call an autograd Function without the per-call signature lookup of `Function.apply`.
+    """Call an autograd Function without the signature lookup of `Function.apply`, about 20 us.
 
-    `Function.apply` of a new-style Function (one with `setup_context`) looks at the signature of `forward` on
-    each call, about 20 us; the C-level apply beneath it does not. Only the C-level one runs old-style Functions
-    (a `forward` that takes ctx) just as `apply` does, and only outside torch.func and torch.compile.
+    Only for old-style Functions (a `forward` that takes ctx), and only outside torch.func and torch.compile.
     """
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return bound_apply(function)(*args)
 
 
 def bound_apply(function: type[torch.autograd.Function]) -> Any:
-    """Return what `apply_function` calls for this Function, to be kept and called where every microsecond counts."""
+    """Return what `apply_function` calls, for calls where every microsecond counts."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -111,12 +108,11 @@ _next_number = _find("_C._autograd._get_sequence_nr", "the doctor names fewer li
 
 def latest_node_number() -> int:
     """Return the number of the node that autograd made last in this thread: in an operation, the operation's own."""
-    number: int = _next_number() - 1
-    return number
+    return int(_next_number()) - 1
 
 
 def node_number(node: Any) -> int:
-    """Return the number of a node of the graph, which `latest_node_number` gave when it was made; -1 for leaves."""
+    """Return what `latest_node_number` was when a node was made; -1 for leaves."""
     try:
         number = int(node._sequence_nr())
     except (AttributeError, RuntimeError):  # up to torch 2.12 nodes of a re-entrant checkpoint refuse it
@@ -125,7 +121,6 @@ def node_number(node: Any) -> int:
 
 
 def nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Walk through the graph that tensors were computed by."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -138,7 +133,6 @@ def nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
-    """Return the leaf that a node adds gradients to."""
     return getattr(node, "variable", None)
 
 
@@ -169,7 +163,6 @@ def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
 
 
 read_grad_mode = torch.is_grad_enabled
-"""Return whether this thread records; the public name, kept beside its counterpart."""
 
 
 # torch.set_grad_enabled is a class that does this and more; the bare switch costs a tenth of it.
@@ -178,7 +171,7 @@ write_grad_mode = _find("_C._set_grad_enabled", "neither grad_mode nor the guard
 
 
 class DispatchMode(_find("utils._python_dispatch.TorchDispatchMode", _NO_DOCTOR, object)):  # type: ignore[misc]
-    """A mode that sees every operation; it runs while nothing is compiled, and so without Dynamo's wrapper."""
+    """A mode that sees every operation, without Dynamo's wrapper: it runs while nothing is compiled."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -190,12 +183,10 @@ undispatched = _find("_C._DisableTorchDispatch", _NO_DOCTOR)
 
 
 def enter_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
-    """Put a mode in force in this thread."""
     mode.__enter__()
 
 
 def leave_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
-    """Take a mode that is on top out of force."""
     mode.__exit__(None, None, None)
 
 
@@ -217,14 +208,14 @@ _pop_saved_tensors_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks"
 
 
 def pop_saved_tensors_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
-    """Take these hooks away, if they were pushed last."""
+    """Remove these hooks, if they were pushed last."""
     top: tuple[Any, Any] | None = _top_saved_tensors_hooks(True)
     if top is not None and top[0] == pack:
         _pop_saved_tensors_hooks()
 
 
 class ThreadModes:
-    """Recording and autocast of this thread, to be put back where an interrupt has torn a block of torch's apart."""
+    """Recording and autocast of this thread, to be restored where an interrupt has ended a block of torch's early."""
 
     def __init__(self) -> None:
         accelerator = torch.accelerator.current_accelerator()
@@ -232,16 +223,12 @@ class ThreadModes:
         self.remember()
 
     def remember(self) -> None:
-        """Take the modes as they are now."""
         self._recording = torch.is_grad_enabled()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds
-        ]
+        self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self._kinds]
         self._caching = torch.is_autocast_cache_enabled()
         self._nesting = _autocast_nesting()
 
     def restore(self) -> None:
-        """Put them back, as often as wanted."""
         write_grad_mode(self._recording)
         for kind, enabled, dtype in self._autocast:
             torch.set_autocast_enabled(kind, enabled)
@@ -285,9 +272,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def anything_compiled() -> bool:
     """Return whether torch.compile was called in this process; its machinery is loaded by optimizers, too."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and any(
-        backend is not None for backend in getattr(frames, "cached_backends", {}).values()
-    )
+    backends = getattr(frames, "cached_backends", {})
+    return any(backend is not None for backend in backends.values())
 
 
 _MODULE = torch.nn.Module()
@@ -327,15 +313,12 @@ class SettingsModule(torch.nn.Module):
     """A module with tensors that are neither parameters nor buffers, and that move and are saved with it."""
 
     def move_settings(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move them."""
         raise NotImplementedError
 
     def save_settings(self, destination: dict[str, Any], prefix: str) -> None:
-        """Put them into a state_dict."""
         raise NotImplementedError
 
     def load_settings(self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
-        """Take them out of a state_dict."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SettingsModule:
@@ -395,15 +378,13 @@ def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
         traceback = traceback.tb_next
     if found is None:
         return None
-    seen = found.f_locals
-    return ModuleCall(seen["self"], seen["args"], seen["kwargs"])
+    return ModuleCall(*(found.f_locals[name] for name in ("self", "args", "kwargs")))
 
 
 def end_checkpoints(traceback: TracebackType | None) -> None:
-    """Take the hooks out of force that `torch.utils.checkpoint` leaves behind an exception, up to torch 2.12.
+    """Remove the hooks that `torch.utils.checkpoint` leaves after an exception, up to torch 2.12.
 
-    They stay for as long as the traceback is held, and what is saved for backward meanwhile would be computed anew
-    from the inputs of the forward that failed.
+    They live as long as the traceback, and would recompute what is saved meanwhile from the inputs that failed.
     """
     open_ones = []
     while traceback is not None:
@@ -457,7 +438,7 @@ _LOADER = "_workers _worker_pids_set _shutdown_workers"
 
 
 def own_workers(batches: Any) -> list[Any]:
-    """Return the processes behind an iterator over a DataLoader, whose deaths are the caller's business from now on."""
+    """Return the processes behind an iterator over a DataLoader; from now on the caller handles their deaths."""
     _check_names(batches, _LOADER, "a worker of a DataLoader cannot be replaced")
     if batches._worker_pids_set:
         # Else a handler of SIGCHLD raises in the middle of whatever the program is doing when a worker dies.
@@ -467,12 +448,11 @@ def own_workers(batches: Any) -> list[Any]:
 
 
 def stop_workers(batches: Any) -> None:
-    """End the processes behind an iterator over a DataLoader."""
     batches._shutdown_workers()
 
 
 def is_waiting(error: Exception) -> bool:
-    """Return whether a DataLoader raised because it has waited for its `timeout`; then it may be asked again."""
+    """Return whether a DataLoader raised because of its `timeout`; then it may be asked again."""
     return str(error).startswith("DataLoader timed out after ")
 
 
@@ -512,10 +492,9 @@ copy_on_write: Callable[[torch.Tensor], torch.Tensor] = _find("_lazy_clone", "a 
 
 
 def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor of its own with the values, strides and memory of x, as a node of the graph behind x.
+    """Return a tensor with the values and strides of x, as a node of the graph; None where it cannot be.
 
-    The memory is shared copy-on-write: whoever is written to first gets memory of its own, so that an in-place
-    operation on the result leaves x as it is (and copies nothing where x is no longer held by anyone).
+    The memory is shared copy-on-write: an in-place operation on the result leaves x as it is.
     """
     base = base_of(x)
     owner = x if base is None else base
@@ -530,8 +509,7 @@ def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
 def without_copy(x: torch.Tensor) -> torch.Tensor:
     """Do the same while nothing is recorded, for any tensor.
 
-    Where copy-on-write is not to be had the result is a view. Autograd refuses to overwrite a view that an autograd
-    Function has returned, so x is safe there too.
+    Without copy-on-write the result is a view; autograd refuses to overwrite one that an autograd Function returned.
     """
     shared = recorded_without_copy(x)
     return x.view_as(x) if shared is None else shared
@@ -547,8 +525,6 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
 
 
 def _one_by_one(method: str) -> Callable[..., None]:
-    """Return a loop that does what a `_foreach` function does."""
-
     def loop(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for destination, source in zip(destinations, sources, strict=True):
             getattr(destination, method)(source)
@@ -565,10 +541,9 @@ add_tensors = _find("_foreach_add_", "an interrupt can leave half of the gradien
 find_non_finite = _find("_amp_foreach_non_finite_check_and_unscale_", "the check for NaN takes longer", _refuse)
 """Set `found`, a float32 tensor of one element, to 1 if any element of any tensor is NaN or infinite.
 
-`find_non_finite(tensors, found, one)` is what GradScaler uses: one fused pass that does not wait for the device and
-multiplies by `one` (a float32 tensor that holds 1) in place, so that the values stay as they are, bit for bit. No other
-check of many tensors comes near its speed. Tensors that it does not know (sparse, complex, with overlapping memory, on
-several devices) are a RuntimeError.
+`find_non_finite(tensors, found, one)` is what GradScaler uses: one fused pass that does not wait for the device, the
+fastest check of many tensors. It multiplies by `one` (a float32 tensor of 1) in place, which changes no bit. Tensors
+that it does not know (sparse, complex, with overlapping memory, on several devices) are a RuntimeError.
 """
 
 
@@ -576,22 +551,19 @@ _use_count = _find("_C._storage_Use_Count", "the guard cannot work with Distribu
 
 
 def memory_holders(tensor: torch.Tensor) -> int:
-    """Count who holds the memory of a tensor: the tensors that lie in it, whoever has them, and this look at it."""
-    holders: int = _use_count(tensor.untyped_storage()._cdata)
-    return holders
+    """Count the references to the memory of a tensor: the tensors that share it, and one of this call."""
+    return int(_use_count(tensor.untyped_storage()._cdata))
 
 
 def write_count(tensor: torch.Tensor) -> int:
     """Count the in-place writes into a tensor that autograd has seen; those of an inference tensor are not counted."""
     try:
-        count: int = version_of(tensor)
-        return count
+        return int(version_of(tensor))
     except RuntimeError:  # asking `is_inference` first would cost more than the answer
         return 0
 
 
 def write_counts(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the same for several tensors."""
     return sum(map(write_count, tensors))
 
 
@@ -630,20 +602,19 @@ _find("autograd.forward_ad._current_level", "forward-mode differentiation is not
 
 
 def inside_forward_mode() -> bool:
-    """Return whether a level of forward-mode differentiation is open in this thread (torch.func.jvp opens one too)."""
+    """Return whether forward-mode differentiation is active in this thread (torch.func.jvp uses it too)."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile, torch.func or forward-mode differentiation looks at this call."""
+    """Return whether torch.compile, torch.func or forward-mode differentiation is active around this call."""
     return is_compiling() or inside_functorch() or inside_forward_mode()
 
 
 def has_data(*tensors: torch.Tensor) -> bool:
-    """Return whether the host may look at the values of tensors, one by one.
+    """Return whether the host can read the values of tensors.
 
-    It may not while torch.compile or FakeTensorMode traces, on the meta device, or where vmap holds a whole batch
-    of values in the place of each one. Inside torch.func.grad and jvp it may.
+    Not while torch.compile or FakeTensorMode traces, on the meta device, or under vmap; it can inside torch.func.grad.
     """
     if is_compiling() or _dispatch_mode(_FAKE) is not None:
         return False
@@ -699,21 +670,18 @@ storage_address = _find("_C._data_address", "the native kernels copy more", torc
 
 
 def holds_its_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its values in memory of its own, and does not wrap or only imitate others."""
+    """Return whether a tensor has values in memory of its own, and does not wrap or imitate another."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-tree_flatten: Callable[..., tuple[list[Any], Any]] = _find(
-    "utils._pytree.tree_flatten", "nested batches cannot be read"
-)
-tree_unflatten = _find("utils._pytree.tree_unflatten", "nested batches cannot be read")
-register_pytree_node = _find(
-    "utils._pytree.register_pytree_node", "torch.func takes the state of a module for one value", lambda *args: None
-)
+_NO_TREES, _NO_NODES = "nested batches cannot be read", "torch.func takes the state of a module for one value"
+tree_flatten: Callable[..., tuple[list[Any], Any]] = _find("utils._pytree.tree_flatten", _NO_TREES)
+tree_unflatten = _find("utils._pytree.tree_unflatten", _NO_TREES)
+register_pytree_node = _find("utils._pytree.register_pytree_node", _NO_NODES, lambda *args: None)
 
 
 def _warn_of_version(version: str) -> None:
-    """Say that the tests have not run on this version of torch, and what is lost."""
+    """Warn that this version of torch is not tested, and of what is lost."""
     number = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= number <= NEWEST:
         losses = [f"\n- {name} is missing: {lost}" for name, lost in MISSING.items()]
