@@ -110,7 +110,7 @@ class WatchedRanks:
         return bool(count)
 
     def union(self, names: Sequence[str]) -> set[str]:
-        """Return the names that any rank gives."""
+        """Return the names of all ranks."""
         if self._group is None:
             return set(names)
         found: list[Any] = [None] * distributed.get_world_size(self._group)
@@ -135,7 +135,6 @@ def sharded_like(tensor: Any, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _is_shard(module: torch.nn.Module) -> bool:
-    """Return whether FSDP2 (`fully_shard`) was applied to a module."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
@@ -165,9 +164,8 @@ def shard_group(root: Any) -> distributed.ProcessGroup | None:
 
 def adds_gradients(group: distributed.ProcessGroup | None) -> bool:
     """Return whether FSDP2 adds gradients over a process group where it should average: up to torch 2.8, over Gloo."""
-    return (
-        torch.__version__ < "2.9" and "gloo" in distributed.get_backend(group) and distributed.get_world_size(group) > 1
-    )
+    several = distributed.get_world_size(group) > 1
+    return several and torch.__version__ < "2.9" and "gloo" in distributed.get_backend(group)
 
 
 class ShardUnit:
@@ -238,7 +236,6 @@ class ShardUnit:
         group.unshard, group.post_backward = unshard, reduce
 
     def unwatch(self) -> None:
-        """Let FSDP2 work by itself again."""
         vars(self._group).pop("unshard", None)
         vars(self._group).pop("post_backward", None)
 
@@ -270,11 +267,10 @@ class ShardUnit:
         type(self._group).post_backward(self._group)
 
     def note_present(self) -> None:
-        """Note which parameters have a gradient."""
         self._present.update(filter(_has_gradient, self._group.fsdp_params))
 
     def fill(self) -> None:
-        """Return zeros to the parameters without a gradient: all processes must reduce the same ones."""
+        """Set zeros where a parameter has no gradient: all processes must reduce the same ones."""
         for part in filter(_is_trained, self._group.fsdp_params):
             if not _has_gradient(part):
                 parameter = part._unsharded_param
@@ -293,13 +289,12 @@ class ShardUnit:
         return any(gradient is not None for pair in self._earlier for gradient in pair)
 
     def drop(self) -> None:
-        """Drop the gradients of whole parameters."""
         self._present.clear()
         for part in self._group.fsdp_params:
             _set_whole_gradients(part, (None, None))
 
     def put_back(self) -> None:
-        """Return the accumulated gradients back, and add to them what is there now."""
+        """Restore the accumulated gradients, and add what is there now."""
         for part, earlier in zip(self._group.fsdp_params, self._earlier, strict=True):
             new = _whole_gradients(part)
             both = [n if e is None else e if n is None else e.add_(n) for e, n in zip(earlier, new, strict=True)]
@@ -343,7 +338,6 @@ def _has_gradient(part: Any) -> bool:
 
 
 def shard_units(roots: Sequence[Any]) -> list[ShardUnit]:
-    """List the units of sharded modules."""
     return [ShardUnit(group) for root in roots for state in _states(root) for group in _groups_of(state)]
 
 

@@ -62,6 +62,30 @@ def what_a_step_of_many_buffers_costs(rank):
     assert [name for name, _ in bad] == ["all_reduce"] * 2 * count + ["all_gather_object"]
 
 
+def what_a_step_in_shards_costs(rank):
+    """The same sums as of 8, 64 and 1,000 simulated ranks: one in a healthy step, one before each collective else."""
+    world, units = dist.get_world_size(), 2
+    model = network()
+    fully_shard(model.front)
+    fully_shard(model)
+    guard = gg.Guard(model)
+    end, announced = ("all_reduce", 8 * (WIDTH + PARAMETERS)), ("all_reduce", 8 * (2 * units + 2))
+    seen = {}
+    for kind in ("first", "healthy", "bad"):
+        batches = marked(data([4] * world), rank_1={0: NAN} if kind == "bad" else {})
+        model.zero_grad()
+        with collectives() as seen[kind]:
+            guard.backward(batches[rank], loss_of(model))
+    assert seen["healthy"] == [end]
+    # Each unit is gathered before forward and reduced after backward, the inner one gathered again; one more ends it.
+    sums = [one for one in seen["first"] if one[0] == "all_reduce"]
+    assert sums == [announced] * (len(sums) - 1) + [end]
+    assert 2 * units + 1 <= len(sums) - 1 <= 3 * units + 1
+    bad = seen["bad"]
+    assert [one for one in bad if one[0] == "all_reduce" and one != announced] == [end, end]
+    assert [one for one in bad if one[0] != "all_reduce"] == [("all_gather_object", 0)]  # the incidents
+
+
 def warnings_of(guard, model, rank, steps, seconds=0.0):
     """Return what healthy steps of a slow loss function warn of."""
 
@@ -100,5 +124,6 @@ def a_search_that_would_exceed_the_timeout_is_announced(rank):
 STORIES = [
     what_a_step_costs,
     what_a_step_of_many_buffers_costs,
+    what_a_step_in_shards_costs,
     a_search_that_would_exceed_the_timeout_is_announced,
 ]

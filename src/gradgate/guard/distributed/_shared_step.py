@@ -300,10 +300,7 @@ class ReplicatedStep(SharedStep):
             started = perf_counter()
             self._outcome = trial.run(self._batch, self._size)
             if self._outcome.fault is not None or not first:  # a healthy first one may have compiled the model
-                seconds, passes = (
-                    perf_counter() - started,
-                    2 * self._size.bit_length() + 6,
-                )  # at most, for one bad sample
+                passes, seconds = 2 * self._size.bit_length() + 6, perf_counter() - started  # to find one bad sample
                 self._agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
             trial.before_backward = None
             if self._outcome.skipped:
@@ -355,10 +352,7 @@ class ShardedStep(SharedStep):
             guard._outsiders.look(loss_fn)
         writes = guard._reader.writes(self._batch) if self._size else 0
         untouched = with_own_containers(self._batch)
-        first = guard._first
         error = self._try(self._batch, error)
-        if not first:
-            self._agreement.warn_of_timeout(self._agreement.longest_pause, "its longest time between two gathers")
         totals = self._tell_all(error)
         if totals.failed or not totals.stale:
             return error
@@ -381,13 +375,16 @@ class ShardedStep(SharedStep):
     def _try(self, batch: Any, error: BaseException | None) -> BaseException | None:
         """Run the kept samples with all other ranks, or only take part; return what no sample is blamed for."""
         agreement, count = self._agreement, len(self._kept)
-        agreement.begin(known=not self._again, counts=self._guard._first)
-        self._made_before = collectives_made() if self._guard._first else 0
+        first = self._guard._first
+        agreement.begin(known=not self._again, counts=first)
+        self._made_before = collectives_made() if first else 0
         self._outcome = Outcome()
         self._trial.before_backward = self._before_backward
         if error is None and count:
             try:
                 self._outcome = self._trial.run(batch, count)
+                if not first:
+                    agreement.warn_of_timeout(agreement.longest_pause, "its longest time between two gathers")
             except torch.AcceleratorError:
                 raise  # nothing more can be sent from here
             except BaseException as raised:
