@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradgate as gg
 from benchmarks.harness import Growth, Row
 
-WORLDS = {2: "two", 3: "three", 4: "four"}  # more than two share the two cores that this was made on
+WORLDS = {2: "two", 3: "three", 4: "four"}
 
 
 def mlp(width):
@@ -89,7 +89,7 @@ def in_shards(model, group):
 
 
 def bytes_at_most(make_step, model):
-    """Make a step, and give the most memory that all tensors had together, looked at around every layer."""
+    """Make a step, and return the most memory that all tensors had together, measured around every layer."""
     seen = []
 
     def look(*_):
@@ -124,7 +124,7 @@ def step(model, optimizer, guard, batch):
 
 
 def join(rank, store):
-    """Enter the process group of all, and give a group of the first ranks for each number of them."""
+    """Join the process group, and return a group of the first ranks for each number of them."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=max(WORLDS))
@@ -132,7 +132,7 @@ def join(rank, store):
 
 
 def other_rank(rank, store, orders):
-    """Be another rank: make the steps that the first one makes."""
+    """Run as another rank: make the steps that the first one orders."""
     groups = join(rank, store)
     made = {}
     while True:
@@ -143,7 +143,7 @@ def other_rank(rank, store, orders):
             made[name, count][kind]()
 
 
-class Company:
+class OtherRanks:
     """This process as the first rank, and the others, started when the first row runs."""
 
     orders = ()
@@ -165,26 +165,26 @@ class Company:
             cls.groups = join(0, store)
 
     @classmethod
-    def tell(cls, name, count, kind):
-        """Tell the first ranks what to do."""
+    def send(cls, name, count, kind):
+        """Send an order to the first ranks."""
         for orders in cls.orders[: count - 1]:
             orders.send((name, count, kind))
 
     @classmethod
     def run(cls, name, count, kind, made):
         """Make a step on each rank."""
-        cls.tell(name, count, kind)
+        cls.send(name, count, kind)
         return made[kind]()
 
 
 def candidates(name, count, what=""):
-    """Give the two trainings of a model."""
-    Company.start()
-    if (name, count) not in Company.made:
-        Company.tell(name, count, None)
-        Company.made[name, count] = steps(name, Company.groups[count])
-    made = Company.made[name, count]
-    return {kind: partial(Company.run, name, count, kind + what, made) for kind in ("plain", "guarded")}
+    """Return the two trainings of a model."""
+    OtherRanks.start()
+    if (name, count) not in OtherRanks.made:
+        OtherRanks.send(name, count, None)
+        OtherRanks.made[name, count] = steps(name, OtherRanks.groups[count])
+    made = OtherRanks.made[name, count]
+    return {kind: partial(OtherRanks.run, name, count, kind + what, made) for kind in ("plain", "guarded")}
 
 
 def row(name, count):

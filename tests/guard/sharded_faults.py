@@ -63,10 +63,12 @@ def tower(**options):
     return Tower(**options).double()
 
 
-def sharded_tower(checkpointed=False, mesh=None, **options):
+def sharded_tower(checkpointed=False, compiled=False, mesh=None, **options):
     model = tower(checkpointed=checkpointed)
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
+        if compiled:
+            block.compile(backend="eager")
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
@@ -143,6 +145,11 @@ def shards_with_random_faults(rank):
 
 def shards_that_recompute_activations(rank):
     train_in_shards(rank, steps=STEPS // 2, seed=2, checkpointed=True)
+
+
+def shards_with_compiled_blocks(rank):
+    """Each block compiled and sharded; a search runs them as they were written."""
+    train_in_shards(rank, steps=STEPS // 2, seed=6, compiled=True)
 
 
 def shards_of_two_precisions(rank):
@@ -352,6 +359,7 @@ def the_memory_of_a_healthy_step_in_shards(rank):
 STORIES = [
     shards_with_random_faults,
     shards_that_recompute_activations,
+    shards_with_compiled_blocks,
     shards_of_two_precisions,
     shards_that_accumulate_and_stay_whole,
     shards_of_a_model_that_changes_its_order,
