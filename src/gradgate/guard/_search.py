@@ -40,7 +40,7 @@ from gradgate._trees import (
     batch_dim_of,
     index_of,
     non_finite_rows,
-    taking,
+    select_rows,
     tensors_in,
     with_own_containers,
 )
@@ -370,10 +370,10 @@ class Observer:
             self._hooked.add(source)
             # A hook must not hold the tensor that will hold it, nor the observer, which holds some of them.
             look = partial(Observer._look_back, self._itself, module=module, line=running_line())
-            if isinstance(source[0], torch.Tensor):
-                call_with_gradient(self._patches, source[0], look)
-            else:  # the same gradient, for an eighth of the cost of a hook on the tensor
-                source[0].register_prehook(partial(_of_output, source[1], look))
+            if tensor.grad_fn is None:
+                call_with_gradient(self._patches, tensor, look)
+            else:
+                tensor.register_hook(look)
 
     def _look_back(self, grad: torch.Tensor, module: torch.nn.Module, line: Line | None) -> None:
         if self._done:
@@ -395,11 +395,6 @@ class Observer:
         values = grad.index_select(dim, index_of(chosen).to(grad.device))
         norms = torch.linalg.vector_norm(values, dim=others) if others else values.abs()
         return dict(zip(chosen, norms.tolist(), strict=True))
-
-
-def _of_output(number: int, look: Callable[[torch.Tensor], None], gradients: Sequence[torch.Tensor | None]) -> None:
-    if (gradient := gradients[number]) is not None:
-        look(gradient)
 
 
 def _written(line: Line | None) -> str | None:
@@ -501,13 +496,13 @@ class Probes:
         call = self._fault.call
         if call is None or self._runs_backward or next(call.module.children(), None) is not None:
             return frozenset()
-        args, kwargs = (taking(tree, self._size, self._layout) for tree in (call.args, call.kwargs))
         everything = list(range(self._size))
 
         def test(rows: Group) -> Verdict:
             index = index_of(rows)
             try:
-                call.module(*args(index), **kwargs(index))
+                args, kwargs = (select_rows(t, index, self._size, self._layout) for t in (call.args, call.kwargs))
+                call.module(*args, **kwargs)
             except Exception as error:
                 if must_pass(error):
                     raise
