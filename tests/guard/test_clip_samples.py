@@ -257,6 +257,19 @@ def test_copies_and_no_clipping(mlp):
     assert result.clipped == 0
 
 
+def test_an_interrupt_leaves_the_parameters_in_their_modules(mlp, monkeypatch):
+    parameters = list(mlp.parameters())
+
+    def torn(module, values, arguments):
+        mlp[0]._parameters["weight"] = torch.zeros(5, 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradgate.guard._clip.functional_call", torn)
+    with pytest.raises(KeyboardInterrupt):
+        gg.Guard(mlp, clip_samples=1.0).backward(torch.ones(2, 3).double(), lambda x: mlp(x).mean())
+    assert all(one is other for one, other in zip(mlp.parameters(), parameters, strict=True))
+
+
 # --- Refusals -------------------------------------------------------------------------------------------------------
 
 

@@ -8,13 +8,15 @@ their own in the place of the parameters, so that hooks on a parameter run once,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.func import functional_call, grad_and_value, vmap
 
 from gradgate._names import describe, listed
-from gradgate._torch_private import leaf_of, nodes_below
+from gradgate._torch_private import leaf_of, nodes_below, parameters_of
 from gradgate._trees import BatchReader, index_of, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.guard._trial import LossTrial, Outcome, StepFault, must_pass
@@ -82,22 +84,35 @@ class ClippedTrial(LossTrial):
     def forward(self, batch: Any, size: int) -> Outcome:
         """Compute the loss of each sample."""
         self._failed = {}
-        losses = [loss for loss, _ in self._one_by_one(batch, size, backward=False)]
+        with self._parameters_in_place():
+            losses = [loss for loss, _ in self._one_by_one(batch, size, backward=False)]
         return self._judged(losses, [], size)
 
     def run(self, batch: Any, size: int) -> Outcome:
         """Compute the gradient of each sample, clip it, and take the mean."""
         if not size:
             return Outcome()
-        if self.first:
-            self._check_parameters(batch, size)
-        try:
-            return self._clipped(self._all_at_once(batch, size), size)
-        except Exception as error:  # whatever it is, it shows again in a pass of single samples
-            if must_pass(error):
-                raise
-            self._state.restore()
-        return self._clipped(self._one_by_one(batch, size, backward=True), size)
+        with self._parameters_in_place():
+            if self.first:
+                self._check_parameters(batch, size)
+            try:
+                return self._clipped(self._all_at_once(batch, size), size)
+            except Exception as error:  # whatever it is, it shows again in a pass of single samples
+                if must_pass(error):
+                    raise
+                self._state.restore()
+            return self._clipped(self._one_by_one(batch, size, backward=True), size)
+
+    @contextmanager
+    def _parameters_in_place(self) -> Iterator[None]:
+        """Put the parameters back into their modules in the end, where an interrupt tears `functional_call` apart."""
+        patches = self._state.patches
+        with patches.block():
+            for module in self._model.modules():
+                table = parameters_of(module)
+                for name, parameter in table.items():
+                    patches.later(partial(table.__setitem__, name, parameter))
+            yield
 
     def _clipped(self, parts: Iterator[tuple[torch.Tensor, Gradients]], size: int) -> Outcome:
         """Take the mean of clipped gradients, which come for some samples at a time."""

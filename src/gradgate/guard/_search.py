@@ -373,7 +373,7 @@ class Observer:
             if tensor.grad_fn is None:
                 call_with_gradient(self._patches, tensor, look)
             else:
-                tensor.register_hook(look)
+                tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
     def _look_back(self, grad: torch.Tensor, module: torch.nn.Module, line: Line | None) -> None:
         if self._done:
