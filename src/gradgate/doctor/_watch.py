@@ -12,10 +12,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from gradgate._checks import check_module
-from gradgate._finite import FiniteCheck
 from gradgate._names import describe, listed
 from gradgate._patches import Patches, to_the_end
-from gradgate._state import RandomState
+from gradgate._state import FiniteCheck, RandomState
 from gradgate._text import user_level
 from gradgate._torch_distributed import WatchedRanks
 from gradgate._torch_private import ThreadModes, copy_tensors, step_hooks, undispatched, write_grad_mode

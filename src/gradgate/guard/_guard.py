@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from gradgate._checks import wrong_type, wrong_value
-from gradgate._finite import FiniteCheck
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import listed
-from gradgate._state import TrainingState, capture, divide_gradients
+from gradgate._state import FiniteCheck, TrainingState, capture, divide_gradients
 from gradgate._torch_private import (
     add_tensors,
     anything_compiled,

@@ -22,10 +22,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gradgate._finite import FiniteCheck
 from gradgate._names import describe, listed
 from gradgate._source import raising_line, raising_spot
-from gradgate._state import TrainingState
+from gradgate._state import FiniteCheck, TrainingState
 from gradgate._text import class_name, text_of, user_level
 from gradgate._torch_private import ModuleCall, buffers_of, children_of, end_checkpoints, innermost_call, write_count
 from gradgate._trees import non_finite_rows, tensors_in

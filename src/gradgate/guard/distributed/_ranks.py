@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gradgate._finite import FiniteCheck
+from gradgate._state import FiniteCheck
 from gradgate._text import text_of, user_level
 from gradgate._torch_distributed import timeout_of
 from gradgate.errors import ArgumentValueError, GradgateWarning, OtherRankError
