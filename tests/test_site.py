@@ -142,6 +142,13 @@ def test_the_built_site_has_no_dead_link_and_every_page_is_near(tmp_path):
     assert "recipes" in (site / "search.json").read_text(encoding="utf-8").lower()
 
 
+def test_the_documentation_stays_short():
+    """A page that grows replaces something: at most 28,000 words beside code and the generated list of names."""
+    pages = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES - {"api.md"})
+    prose = re.sub(r"^```.*?^```$", "", pages, flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) < 28_000
+
+
 def commands(group, words):
     context = click.Context(group)
     for name in group.list_commands(context):
