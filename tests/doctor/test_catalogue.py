@@ -21,7 +21,7 @@ from tests.doctor import (  # noqa: F401 - each fills the tables
 from tests.doctor.programs import FAULTY, HEALTHY, check_faulty, check_healthy
 
 SOURCES = [path.read_text(encoding="utf-8") for path in Path(gradgate.doctor.__file__).parent.rglob("*.py")]
-CODES = sorted({code for source in SOURCES for code in re.findall(r'"(GG\d{3})"', source)})
+CODES = sorted({code for source in SOURCES for code in re.findall(r"\b(GG\d{3})\b", source)})
 # What is not a finding about a step of the user: notes, and what only says that the step raised or did not repeat.
 OTHERS = {"GG001", "GG002", "GG003", "GG004", "GG005"}
 # What only a run of several steps shows has its programs in `tests/doctor/corpus`.

@@ -3,8 +3,7 @@
 from gradgate._names import suggest_names
 from gradgate.doctor._diagnose import Tracing, diagnose, trace
 from gradgate.doctor._diagnosis import Diagnosis
-from gradgate.doctor._recording import ModesReport, RecordingGap, examine_modes
-from gradgate.doctor._script import ScriptReport, examine_script
+from gradgate.doctor._script import ModesReport, RecordingGap, ScriptReport, examine_modes, examine_script
 from gradgate.doctor._watch import Watch, watch
 
 __all__ = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +18,6 @@ from gradgate.doctor._trace import Flow, Freeze, Op, Raised, Trace
 from gradgate.records import Finding, Severity
 
 SEVERITIES = ("error", "warning", "info")
-
 _MOST_ITEMS = 1000
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def namespaces_of(function: Callable[..., Any]) -> list[Mapping[str, Any]]:
 
 
 class Names:
-    """Knows the names of one step."""
+    """The names of modules, parameters and other tensors."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Names:
                 self._add_attribute(f"{path}[{key!r}]", item, path)
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Return every module of the model, or of those that were called where there is none, with its path."""
+        """Yield every module of the model, or without a model of those that were called, with its path."""
         for root, prefix in self._roots[: 1 if self._has_model else None]:
             yield from root.named_modules(prefix=prefix)
 
@@ -94,7 +94,7 @@ class Names:
         return number in self._tensors
 
     def variable(self, thing: object) -> str | None:
-        """Return the name of the user's variable that holds a thing."""
+        """Return the name of the user's variable that refers to a thing."""
         for space in self._spaces:
             for name, value in list(space.items()):
                 if value is thing and not name.startswith("__"):
@@ -112,13 +112,12 @@ class Names:
         return self._modules.get(id(module), "")
 
     def of_module(self, module: torch.nn.Module | None) -> str | None:
-        """Return the path of a module."""
-        if module is None:
-            return None
-        return self._modules.get(id(module), "") or type(without_compiled_wrappers(module)).__name__
+        """Return the path of a module, or its class if it has none."""
+        return (
+            (self.path_of(module) or type(without_compiled_wrappers(module)).__name__) if module is not None else None
+        )
 
     def of_tensor(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of a tensor."""
         return self._tensors.get(id(tensor)) or self.variable(tensor)
 
 
@@ -142,28 +141,31 @@ class Case:
     trace: Trace
     flow: Flow
     names: Names
-    parameters: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]  # what ought to learn
     gradients: dict[int, Gradient]
-    exception: BaseException | None = None
-    previous: Trace = field(default_factory=Trace)
-    known_model: bool = True
-    one_step: bool = True
-    files: tuple[str, ...] = ()
-    frozen_at: dict[int, Freeze] = field(default_factory=dict)
+    exception: BaseException | None
+    previous: Trace
+    known_model: bool
+    one_step: bool
+    files: tuple[str, ...]
+    frozen_at: dict[int, Freeze]
+    trained_modules: frozenset[int]
     unused: list[Unused] = field(default_factory=list)
-    trained_modules: frozenset[int] = frozenset()
 
     @cached_property
-    def values_of(self) -> dict[int, list[int]]:
-        """Return the values that each leaf held when it was first read, by the leaf's `id`."""
+    def _values(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for value, root in self.trace.roots.items():
             found.setdefault(root.number, []).append(value)
         return found
 
+    def values_of(self, number: int) -> list[int]:
+        """Return the values that a leaf had when it was first read; `number` is its `id`."""
+        return self._values.get(number, [])
+
     @property
     def errors(self) -> list[Raised]:
-        """Return what calls of torch raised, also where the user caught it, and last what ended the step."""
+        """What calls of torch raised, also where the user caught it, and last what ended the step."""
         error = self.exception
         raised = list(self.trace.raised)
         if error is not None and not any(text_of(error) == other.text for other in raised):
@@ -172,17 +174,11 @@ class Case:
         return raised
 
     def severity_of(self, error: Raised) -> Severity:
-        """Return how bad it is that a call raised: the user may have caught it, and then it is a warning."""
+        """Return "warning" for an error that the user caught."""
         return "error" if self.exception is not None and str(self.exception) == error.text else "warning"
 
     def gradient(self, parameter: torch.Tensor) -> Gradient:
-        """Return the gradient of a parameter."""
         return self.gradients.get(id(parameter), Gradient(present=False))
-
-    @property
-    def is_cleared(self) -> bool:
-        """Return whether the gradients of a backward pass were taken away before the optimizer could use them."""
-        return any(step.idle and step.backwards for step in self.trace.optimizer_steps)
 
     def outermost(self, call: int) -> int:
         """Return the outermost of the calls that a call is inside of; -1 outside of all."""
@@ -197,18 +193,6 @@ class Case:
                 return call.location
         return None
 
-    @property
-    def learners(self) -> list[torch.Tensor]:
-        """Return the parameters that ought to learn."""
-        return list(self.parameters.values())
-
-    def call_of_module(self, path: str) -> Location | None:
-        """Return the user's call of the outermost module that a path begins with."""
-        for call in self.trace.calls:
-            if call.outer < 0 and path.startswith(self.names.path_of(call.module)):
-                return call.location
-        return None
-
     def module(self, op: Op) -> str | None:
         """Return the path of the module that an operation ran in."""
         return self.names.of_module(op.module)
@@ -216,9 +200,7 @@ class Case:
 
 def finding_at(
     where: Location | SourceLine | None,
-    code: str,
-    severity: Severity,
-    title: str,
+    headline: str,
     *,
     reason: str,
     fix: str,
@@ -226,12 +208,14 @@ def finding_at(
     samples: Iterable[int] = (),
     also: Iterable[Location | SourceLine | None] = (),
 ) -> Finding:
-    """Make a finding at a place."""
+    """Make a finding from its first line as it is printed: "error GG101: the title"."""
+    kind, _, title = headline.partition(": ")
+    severity, _, code = kind.partition(" ")
     main = where.text if where is not None else None
     others = dict.fromkeys(other.text for other in also if other is not None)
     return Finding(
         code=code,
-        severity=severity,
+        severity=cast(Severity, severity),
         title=title,
         where=main,
         source=where.source if where is not None else None,
@@ -245,10 +229,5 @@ def finding_at(
 
 def module_of_names(names: list[str]) -> str | None:
     """Return the longest path that parameters have in common."""
-    parts = [name.split(".")[:-1] for name in names]
-    common = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        common.append(level[0])
-    return ".".join(common) or None
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels)) or None

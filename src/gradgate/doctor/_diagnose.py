@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,17 +19,17 @@ from gradgate._checks import check_module
 from gradgate._names import describe
 from gradgate._patches import Patches, to_the_end
 from gradgate._source import Location, is_foreign
-from gradgate._torch_private import ThreadModes, is_compiled, run_as_written, without_compiled_wrappers
-from gradgate.doctor._case import Case, Names, Unused, namespaces_of
+from gradgate._torch_private import ThreadModes, is_compiled, run_as_written, undispatched, without_compiled_wrappers
+from gradgate.doctor._case import Case, Names, Unused, finding_at, namespaces_of
 from gradgate.doctor._diagnosis import Diagnosis
-from gradgate.doctor._graph import Graph, Layer, draw
-from gradgate.doctor._history import History
-from gradgate.doctor._numerics import Gradients, is_all_zero, is_readable
+from gradgate.doctor._graph import draw
+from gradgate.doctor._numerics import Gradients, is_readable, norm_of
 from gradgate.doctor._trace import Flow, Trace
-from gradgate.doctor._tracer import Tracer
+from gradgate.doctor._tracer import Tracer, parameters_of
 from gradgate.doctor.rules import apply_rules, fold
 from gradgate.doctor.rules._gradients import unused_findings
 from gradgate.doctor.rules._modes import find_statistics
+from gradgate.doctor.rules._optimizer import live_optimizers
 from gradgate.errors import ArgumentTypeError
 from gradgate.records import Finding
 
@@ -38,42 +39,43 @@ _HOOK_WARNING = "Using `torch.compile.module.` when there are global hooks"
 
 
 class Examination:
-    """A tracer together with what it takes to draw a conclusion."""
+    """A tracer, and what it takes to draw conclusions from its trace."""
 
-    def __init__(self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        namespaces: list[Mapping[str, Any]],
+        *,
+        one_step: bool = True,
+        files: tuple[str, ...] = (),
+    ) -> None:
         self.given = model
         self.model = without_compiled_wrappers(model) if model is not None else None
         self.namespaces = namespaces
+        self.one_step = one_step
+        self.files = files
         self.tracer = Tracer()
         self.tracer.before_step.append(self._before_step)
-        self._surroundings = Patches()
-        self._modes = ThreadModes()
         self.thorough = True
-        self.one_step = True
         self.unused: dict[int, Unused] = {}
         self._trained: set[int] = set()
-        self.files: tuple[str, ...] = ()
-        self.gradients = Gradients(model.parameters() if model is not None else ())
+        self._surroundings = Patches()
+        self._modes = ThreadModes()
+        self.begin_step()
         if model is not None:
             self.tracer.reuse.start(model.parameters())
             self.tracer.running.drawn = frozenset(id(module) for module in model.modules())
 
+    def begin_step(self) -> None:
+        self.gradients = Gradients(self.model.parameters() if self.model is not None else ())
+        self.thorough = True
+
     def _before_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.thorough and optimizer is not None:
-            self.gradients.take(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Trace a block."""
-        try:
-            self.tracer.install()
-            self.resume()
-            yield
-        finally:
-            self.stop()
+            self.gradients.take(parameters_of(optimizer))
 
     def stop(self, *, interrupted: bool = False) -> None:
-        """Trace no longer, and leave nothing behind; may be called again."""
+        """Stop tracing and remove every hook; it may be called again."""
         to_the_end(partial(self._stop, interrupted))
 
     def _stop(self, interrupted: bool) -> None:
@@ -83,13 +85,12 @@ class Examination:
             self._modes.restore()
 
     def resume(self) -> None:
-        """Begin to trace, with torch.compile standing aside."""
+        """Begin to trace; compiled models run uncompiled meanwhile."""
         run_as_written(self._surroundings)
         warnings.filterwarnings("ignore", message=_HOOK_WARNING)
         self.tracer.resume()
 
     def pause(self) -> None:
-        """Trace no longer."""
         self.tracer.pause()
         self._surroundings.undo()
         # All other filters, also new ones, stay as the user has them.
@@ -97,20 +98,20 @@ class Examination:
         if ours is not None:
             warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
-    def run(self, step_fn: Callable[[], Any]) -> None:
-        """Run a step, and backward if the step leaves it to us."""
-        result = step_fn()
-        if isinstance(result, torch.Tensor) and not self.tracer.trace.backwards:
-            result.backward()  # type: ignore[no-untyped-call]
-
     def attempt(self, step_fn: Callable[[], Any]) -> Exception | None:
-        """Trace a step."""
+        """Trace a step, and backward if it returns a loss instead; return what it raised."""
         try:
-            with self.running():
-                self.run(step_fn)
+            try:
+                self.tracer.install()
+                self.resume()
+                result = step_fn()
+                if isinstance(result, torch.Tensor) and not self.tracer.trace.backwards:
+                    result.backward()  # type: ignore[no-untyped-call]
+            finally:
+                self.stop()
         except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
             return error
-        except BaseException:  # an interrupt, perhaps in the block's own end
+        except BaseException:  # an interrupt, perhaps while it stops
             self.stop(interrupted=True)
             raise
         return None
@@ -121,14 +122,25 @@ class Examination:
         return replace(found, findings=fold(found.findings))
 
     def conclude(self, exception: BaseException | None) -> Diagnosis:
-        """Return everything that the rules say about what has been traced."""
+        """Return everything that the rules find in what has been traced."""
         trace, case = self.tracer.trace, self._case(exception)
         findings = apply_rules(case)
-        roots = [*trace.modules, *([self.given] if self.given is not None else [])]
-        compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
         self.unused.update((id(entry.parameter), entry) for entry in case.unused)
         self._trained |= {id(op.module) for op in trace.ops if op.records and op.module is not None}
-        return Diagnosis((*findings, *_note_on_compiling(compiled)), exception, *draw(case, findings))
+        return Diagnosis((*findings, *self._note_on_compiling()), exception, *draw(case, findings))
+
+    def _note_on_compiling(self) -> Iterator[Finding]:
+        roots = [*self.tracer.trace.modules, *([self.given] if self.given is not None else [])]
+        compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
+        if compiled:
+            yield finding_at(
+                None,
+                "info GG001: the model is compiled; it ran without torch.compile for this diagnosis",
+                reason="Compiled code has no lines to point at. What is found here holds for the compiled model as "
+                "well, unless the compiler itself is at fault.",
+                fix="",
+                module=compiled[0] or None,
+            )
 
     def validation(self) -> list[Finding]:
         """Return what is wrong with a forward pass without gradients."""
@@ -140,9 +152,6 @@ class Examination:
         flow = Flow(trace)
         parameters = self._parameters(names, flow)
         self.gradients.take(parameters.values())
-        trace.gradients_left = any(
-            p.grad is not None and (not is_readable(p.grad) or not is_all_zero(p.grad)) for p in parameters.values()
-        )
         return Case(
             trace=trace,
             flow=flow,
@@ -163,14 +172,13 @@ class Examination:
         if self.model is not None:
             return dict(self.model.named_parameters())
         trace = self.tracer.trace
-        steps = trace.optimizer_steps
         every = {v: r.tensor for v, r in trace.roots.items() if r.leaf and r.requires_grad and r.tensor is not None}
         # A plain leaf that the step itself computed is data: the input of a gradient penalty, a loss without a graph.
         given = flow.behind_losses - flow.losses - flow.maker.keys()
         leaves = [leaf for v, leaf in every.items() if v in given or isinstance(leaf, torch.nn.Parameter)]
-        held = [p for step in steps for group in step.optimizer.param_groups for p in group["params"]]
+        held = [parameter for step in trace.optimizer_steps for parameter in parameters_of(step.optimizer)]
         if held:
-            # Another network may take part that is not meant to learn here; what has a gradient is asked about, though.
+            # Another network may take part that is not meant to learn here; what has a gradient is examined, though.
             leaves = [leaf for leaf in leaves if leaf.grad is not None]
         used = [p for module in trace.modules for p in module.parameters()] if not held else []
         found: dict[str, torch.Tensor] = {}
@@ -183,24 +191,8 @@ class Examination:
         return found
 
 
-def _note_on_compiling(compiled: list[str]) -> list[Finding]:
-    if not compiled:
-        return []
-    return [
-        Finding(
-            code="GG001",
-            severity="info",
-            title="the model is compiled; it ran without torch.compile for this diagnosis",
-            module=compiled[0] or None,
-            reason="Compiled code has no lines to point at. What is found here holds for the compiled model as well, "
-            "unless the compiler itself is at fault.",
-            fix="",
-        )
-    ]
-
-
 def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -> Diagnosis:
-    """Run one step under the tracer and say why it does not learn, where a NaN comes from, or which line overwrote it.
+    """Run one step under the tracer and explain why it does not learn, where a NaN comes from, or what overwrote it.
 
     The step does forward, loss and backward itself, or returns the loss; it may call an optimizer. It is run once, and
     what it changes (gradients, weights, buffers, random state) is changed as in any step. When it raises, that is part
@@ -234,11 +226,12 @@ def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -
         )
     if model is not None:
         check_module(model, name="model", function="diagnose")
-    namespaces = [*namespaces_of(step_fn), *_variables_of_caller()]
+    frame = sys._getframe(1)
+    namespaces = [*namespaces_of(step_fn), frame.f_locals, frame.f_globals]
     examination = Examination(model, namespaces)
     raised = examination.attempt(step_fn)
     if raised is not None and "saved tensor hooks" in str(raised):
-        # torch.func.grad does not bear the hooks that tell who saved what; the rest can be seen without them.
+        # torch.func.grad does not run under hooks for saved tensors; the rest can be traced without them.
         examination = Examination(model, namespaces)
         examination.tracer.saves = False
         raised = examination.attempt(step_fn)
@@ -254,15 +247,161 @@ def _variables_of_users() -> Iterator[Mapping[str, Any]]:
         frame = frame.f_back
 
 
-def _variables_of_caller() -> list[Mapping[str, Any]]:
-    frame = sys._getframe(2)
-    return [frame.f_locals, frame.f_globals]
+# --- a run of many steps ----------------------------------------------------------------------------------------------
+
+WINDOW = 20  # the losses that a loss is compared with
+GROWS = 10.0  # times the recent ones: if the update was larger than half of the weights, or the loss ends as NaN
+_RUNS_AWAY = 1e3  # times the recent ones: whatever the update was
+_LARGE_UPDATE = 0.5
+
+
+@dataclass
+class _Rates:
+    """The learning rates of one optimizer."""
+
+    location: Location | None
+    steps: int = 0
+    last: float = 0.0
+    largest: float = 0.0
+    scheduled: bool = False
+
+
+class Runaway(NamedTuple):
+    """The update since which a loss ran away, and the loss before and after."""
+
+    update: int
+    before: float
+    after: float
+
+
+@dataclass
+class History:
+    """The losses, learning rates and updates of a run."""
+
+    updates: int = 0
+    backwards: int = 0
+    last_backward: Location | None = None
+    last_update: Location | None = None
+    scaled: bool = False
+    largest_move: float = 0.0  # the largest update, relative to the weights
+    _losses: defaultdict[Location | None, list[tuple[int, float | torch.Tensor]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    _rates: dict[int, _Rates] = field(default_factory=dict)
+    _before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def backward(self, loss: float | torch.Tensor | None, location: Location | None) -> None:
+        """Record a backward pass; a tensor is read later, so that nothing waits for it."""
+        self.backwards += 1
+        self.last_backward = location
+        if loss is not None:
+            self._losses[location].append((self.updates, loss))
+
+    def update(self, optimizer: torch.optim.Optimizer | None, location: Location | None) -> None:
+        """Record an update: a step of an optimizer, or one by hand."""
+        self.updates += 1
+        self.last_update = location or self.last_update
+        if optimizer is None:
+            return
+        rates = self._rates.setdefault(id(optimizer), _Rates(location))
+        groups = [group for group in optimizer.param_groups if any(p.grad is not None for p in group["params"])]
+        rates.steps += bool(groups)
+        rates.last = max((float(group.get("lr", math.nan)) for group in groups), default=rates.last)
+        rates.largest = max(rates.largest, abs(rates.last)) if not math.isnan(rates.last) else math.nan
+        rates.scheduled |= any("initial_lr" in group for group in groups)
+
+    def weights_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the weights that an optimizer is about to change."""
+        with undispatched(), torch.no_grad():
+            held = [p for p in parameters_of(optimizer) if p.grad is not None and is_readable(p)]
+            self._before = [(p, p.detach().clone()) for p in held]
+
+    def weights_after(self) -> None:
+        """Compare the update with the weights."""
+        with undispatched(), torch.no_grad():
+            moved = math.hypot(*(norm_of(p - old) for p, old in self._before))
+            size = math.hypot(*(norm_of(old) for _, old in self._before))
+        self._before = []
+        if size and math.isfinite(moved):
+            self.largest_move = max(self.largest_move, moved / size)
+
+    def losses(self) -> Iterator[float]:
+        """Yield the loss of each backward pass, line by line."""
+        for losses in self._losses.values():
+            yield from (float(loss) for _, loss in losses)
+
+    def findings(self, learned: set[int]) -> Iterator[Finding]:
+        """Yield what only the whole run shows; `learned` has the `id` of what got a gradient, if the run has ended."""
+        yield from self._never_updated(learned)
+        yield from self._without_rate()
+        yield from self._running_away()
+
+    def _never_updated(self, learned: set[int]) -> Iterator[Finding]:
+        if self.updates or not self.backwards or self.scaled:
+            return
+        if any(id(p) in learned for optimizer in live_optimizers() for p in parameters_of(optimizer)):
+            yield finding_at(
+                self.last_backward,
+                "error GG905: optimizer.step() is never called",
+                reason=f"backward() ran {self.backwards} time{'s' * (self.backwards > 1)} and gave gradients to what "
+                "the optimizer holds, but nothing changed the weights.",
+                fix="optimizer.step()     # after loss.backward()",
+            )
+
+    def _without_rate(self) -> Iterator[Finding]:
+        for rates in self._rates.values():
+            if not rates.steps or rates.largest != 0 or (rates.scheduled and rates.steps <= 2):
+                continue
+            steps = f"each of the {rates.steps} steps" if rates.steps > 1 else "the 1 step"
+            by, fix = ".", "torch.optim.AdamW(model.parameters(), lr=1e-3)"
+            if rates.scheduled:
+                by = ", as its scheduler set it."
+                fix = "look at the scheduler: what it multiplies the learning rate by, and how often step() runs"
+            headline = "error GG906: the learning rate is 0: no weight changes"
+            yield finding_at(rates.location, headline, reason=f"It was 0 in {steps} of this optimizer{by}", fix=fix)
+
+    def _running_away(self) -> Iterator[Finding]:
+        for losses in self._losses.values():
+            found = runaway([(n, float(loss)) for n, loss in losses], self.largest_move)
+            if found is None:
+                continue
+            what, fix = (
+                "the update is too large",
+                "param -= 0.01 * lr * param.grad     # a learning rate a hundred times",
+            )
+            fix += " smaller"
+            if self._rates:
+                lr = max(rates.last for rates in self._rates.values())
+                what = f"the learning rate {lr:g} is too large"
+                fix = f"lr={lr / 100:g}     # and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+            reason = f"After update {found.update} the loss grows from step to step: each update goes too far."
+            if self.largest_move > _LARGE_UPDATE:
+                reason += f" An update was {self.largest_move:.3g} times as large as the weights."
+            change = f"{found.before:.3g} -> {found.after:.3g}"
+            headline = f"error GG907: the loss runs away since step {found.update} ({change}): {what}"
+            yield finding_at(self.last_update, headline, reason=reason, fix=fix)
+            return
+
+
+def runaway(losses: list[tuple[int, float]], largest_move: float = 0.0) -> Runaway | None:
+    """Find the update since which a loss ran away; None for a loss that only wanders."""
+    sizes = [abs(loss) for _, loss in losses]
+    for number in range(1, len(sizes)):
+        recent = sizes[max(0, number - WINDOW) : number]
+        early = max(1.0, median(recent[: max(1, len(recent) // 2)]))
+        size = sizes[number]
+        ends_bad = not math.isfinite(size) and recent[-1] > GROWS * early
+        moved = largest_move > _LARGE_UPDATE and all(x > GROWS * early for x in sizes[number : number + 3])
+        if size > _RUNS_AWAY * early or ends_bad or (moved and size > GROWS * early):
+            first = next(i for i in range(max(0, number - WINDOW), number + 1) if not sizes[i] <= 3 * early)
+            peak = max((x for x in sizes[first:] if math.isfinite(x)), default=math.inf)
+            return Runaway(losses[first][0], early if first == 0 else sizes[first - 1], peak)
+    return None
 
 
 # --- step after step --------------------------------------------------------------------------------------------------
 
-
-# The rules look at so many steps in full; after that only at steps in which the tracer saw something new.
+# The rules examine so many steps in full; after that only steps in which the tracer saw something new.
 _STEPS_IN_FULL = 2
 
 
@@ -288,12 +427,11 @@ class Tracing:
         self.history = History()
         self.own_losses = True
         self.steps_in_full = _STEPS_IN_FULL
-        self._examination = Examination(model, namespaces)
-        self._examination.one_step, self._examination.files = False, files
+        self._examination = Examination(model, namespaces, one_step=False, files=files)
         self._examination.tracer.before_step.insert(0, self._before_step)
         self._examination.tracer.after_step.append(self._after_step)
         self._findings: dict[Finding, None] = {}
-        self._drawn: tuple[Graph | None, tuple[Layer, ...]] = (None, ())
+        self._drawn = Diagnosis()  # the newest with a graph
         self._exception: BaseException | None = None
         self._ended = False
         self._zeros = 0
@@ -305,12 +443,13 @@ class Tracing:
     def diagnosis(self) -> Diagnosis:
         """Return what was found so far, over all steps; inside the block, up to the last step of the optimizer.
 
-        The graph is that of the newest step that the rules looked at: one of the first, or a later one that looked
+        The graph is that of the newest step that the rules examined: one of the first, or a later one that was
         suspicious.
         """
         unused = [entry for entry in self._examination.unused.values() if id(entry.parameter) not in self._learned]
         run = self.history.findings(self._learned if self._ended and self._exception is None else set())
-        return Diagnosis(fold((*self._findings, *unused_findings(unused), *run)), self._exception, *self._drawn)
+        findings = fold((*self._findings, *unused_findings(unused), *run))
+        return replace(self._drawn, findings=findings, exception=self._exception)
 
     def __repr__(self) -> str:
         return f"Tracing(steps={self.steps}, {'on' if self.tracing else 'off'})"
@@ -344,7 +483,7 @@ class Tracing:
         self._examination.resume()
 
     def pause(self, error: BaseException | None = None) -> None:
-        """Stop tracing until `resume`, and say what was found in what has been traced."""
+        """Stop tracing until `resume`, and draw conclusions from what has been traced."""
         self.tracing = False
         self._examination.pause()
         self._exception = None if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit) else error
@@ -355,12 +494,12 @@ class Tracing:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """Return the outermost modules that were called."""
+        """The outermost modules that were called."""
         return self._examination.tracer.trace.modules
 
     @property
     def trained(self) -> bool:
-        """Return whether any backward pass ran, or torch.func did the work."""
+        """Whether any backward pass ran, or torch.func did the work."""
         return bool(self.history.backwards or self.history.updates) or self._functional
 
     def covers(self, step: int) -> bool:
@@ -376,7 +515,7 @@ class Tracing:
         self._examination.tracer.running.begin(module, self._examination.tracer.trace)
 
     def end_validation(self) -> None:
-        """Stop tracing a validation, and say if BatchNorm learned from it."""
+        """Stop tracing a validation, and report it if BatchNorm learned from it."""
         if not self._validating:
             return
         self._validating, self.tracing = False, False
@@ -389,9 +528,8 @@ class Tracing:
     def untraced_step(self, optimizer: torch.optim.Optimizer, location: Location | None) -> None:
         """Record a step of an optimizer that is not traced: its learning rate, and parameters that learn after all."""
         self.history.update(optimizer, location)
-        for entry in self._examination.unused.values():
-            if entry.parameter.grad is not None:
-                self._learned.add(id(entry.parameter))
+        parameters = [entry.parameter for entry in self._examination.unused.values()]
+        self._learned.update(id(parameter) for parameter in parameters if parameter.grad is not None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         trace = self._examination.tracer.trace
@@ -405,14 +543,14 @@ class Tracing:
             self.history.weights_before(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        examination = self._examination
+        tracer = self._examination.tracer
         self.steps += 1
         self.history.weights_after()
-        if examination.thorough or any(step.again for step in examination.tracer.trace.optimizer_steps):
-            self._zeros = len(examination.tracer.trace.zeros)
+        if self._examination.thorough or any(step.again for step in tracer.trace.optimizer_steps):
+            self._zeros = len(tracer.trace.zeros)
             self._conclude(None)
         self._begin_step()
-        if self.after_step is not None and (optimizer is None or examination.tracer.can_pause()):
+        if self.after_step is not None and (optimizer is None or tracer.can_pause()):
             self.after_step(optimizer)
 
     def _note_losses(self) -> None:
@@ -428,15 +566,13 @@ class Tracing:
         self._learned.update(number for number, taken in self._examination.gradients.taken.items() if taken.present)
         self._findings.update(dict.fromkeys(diagnosis.findings))
         if diagnosis.graph is not None:
-            self._drawn = diagnosis.graph, diagnosis.layers
+            self._drawn = diagnosis
 
     def _begin_step(self) -> None:
-        examination, model = self._examination, self._examination.model
         self._note_losses()
         self._noted = 0
-        examination.tracer.begin_again()
-        examination.gradients = Gradients(model.parameters() if model is not None else ())
-        examination.thorough = True
+        self._examination.tracer.begin_again()
+        self._examination.begin_step()
 
 
 def _is_suspicious(trace: Trace, zeros: int) -> bool:
@@ -449,7 +585,7 @@ def _is_suspicious(trace: Trace, zeros: int) -> bool:
 
 
 def trace(model: torch.nn.Module | None = None) -> Tracing:
-    """Trace everything that this thread does in a block, step after step, and say what is wrong with it.
+    """Trace everything that this thread does in a block, step after step, and explain what is wrong with it.
 
     It costs about as much as `torch.autograd.detect_anomaly` and says more; for a watch that costs nearly nothing see
     `watch`. A step ends with the step of an optimizer. An exception of the block is explained and goes on its way.

@@ -1,4 +1,4 @@
-"""What the doctor says about a step, as an object, as JSON, as text and as a page."""
+"""The diagnosis of a step, as an object, as JSON, as text and as a page."""
 
 from __future__ import annotations
 
@@ -20,16 +20,11 @@ from gradgate.report import write_page
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
-
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 
 
-def lines_of(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, str]]:
-    """Write findings: each line with its style, and every character of it visible."""
-    return ((visible(text, lines=True), style) for text, style in _written(findings, healthy))
-
-
-def _written(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, str]]:
+def _lines(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, str]]:
+    """Yield each line of the text, with its style."""
     if healthy:
         notes = f", {len(findings)} note{'s' if len(findings) > 1 else ''}" if findings else ""
         yield f"healthy: no problems found{notes}", "bold green"
@@ -57,7 +52,6 @@ def _written(findings: Sequence[Finding], healthy: bool) -> Iterator[tuple[str, 
 
 
 # --- the diagnosis ----------------------------------------------------------------------------------------------------
-
 
 _VERSION = 1
 
@@ -135,11 +129,9 @@ class Diagnosis:
     def to_json(self) -> str:
         """Write all of it as JSON.
 
-        The object has `version` (1), `healthy`, `exception` (null or `type` and `message`), `findings`, a list of
-        objects with the attributes of `Finding`: `code`, `severity`, `title`, `where`, `source`, `module`, `reason`,
-        `fix`, `samples`, `also`, `consequences`;
-        `graph` (null, or `modules`, `edges` and `nonfinite_path`) and `layers`. A norm that
-        is not finite is the text "nan" or "inf". Within a version keys are only added.
+        The object has `version` (1), `healthy`, `exception` (null or `type` and `message`), `findings` (a list of
+        objects with the attributes of `Finding`), `graph` (null, or `modules`, `edges` and `nonfinite_path`) and
+        `layers`. A norm that is not finite is the text "nan" or "inf". Within a version keys are only added.
 
         Returns:
             The text.
@@ -159,7 +151,7 @@ class Diagnosis:
         write_page(path, diagnosis=self.to_dict())
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(visible(text, lines=True) for text, _ in _lines(self.findings, self.healthy))
 
     def __repr__(self) -> str:
         codes = ", ".join(finding.code for finding in self.findings)
@@ -180,10 +172,6 @@ class Diagnosis:
         tones = [{"error": "bad", "warning": "warn", "info": "info"}[finding.severity] for finding in self.findings]
         return html_table(title, ("finding", "where", "why", "fix") if rows else (), rows, tones=tones)
 
-    def _lines(self) -> Iterator[str]:
-        for text, _ in lines_of(self.findings, self.healthy):
-            yield text
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for text, style in lines_of(self.findings, self.healthy):
-            yield Text(text, style=style)
+        for text, style in _lines(self.findings, self.healthy):
+            yield Text(visible(text, lines=True), style=style)

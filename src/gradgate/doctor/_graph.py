@@ -6,26 +6,27 @@ A norm that is not finite is the text "nan" or "inf", because JSON knows no such
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
 from gradgate._state import frozen_elements
 from gradgate._torch_private import node_number, undispatched
-from gradgate.doctor._backward_hooks import LOSS, GradientPath
 from gradgate.doctor._case import Case
 from gradgate.doctor._numerics import Gradient, is_readable, norm_of
 from gradgate.doctor._trace import BadValue, Op
+from gradgate.doctor._tracer import LOSS, GradientPath
 from gradgate.doctor.rules._gradients import cut_of
-from gradgate.doctor.rules._nonfinite import bare_value, births_behind_loss, births_in_backward
+from gradgate.doctor.rules._nonfinite import births_behind_loss, births_in_backward
 from gradgate.records import Finding
 
 # --- the graph as plain data ------------------------------------------------------------------------------------------
 
-
+INPUT = -1
 _MOST_EDGES = 2_000
 
 Norm = float | Literal["nan", "inf"] | None
@@ -86,23 +87,19 @@ class Layer(TypedDict):
 
 def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple[Layer, ...]]:
     """Draw the graph of a step."""
-    calls: dict[int, int] = {}
-    for call in case.trace.calls:
-        calls[id(call.module)] = calls.get(id(call.module), 0) + 1
-    drawn = [(name, module) for name, module in case.names.named_modules() if id(module) in calls or _own(module)]
+    calls = Counter(id(call.module) for call in case.trace.calls)
+    drawn = [(name, module) for name, module in case.names.named_modules() if calls[id(module)] or _own(module)]
     if case.trace.functional or not drawn:
         return None, ()
     indices = {id(module): place for place, (_, module) in enumerate(drawn)}
-    spread = spread_of(case, indices)
+    path, bad_values = _path_of_nonfinite(case, indices)
     modules = [
-        _module_entry(case, name, module, calls.get(id(module), 0), place in spread.path)
+        _module_entry(case, name, module, calls[id(module)], place in path)
         for place, (name, module) in enumerate(drawn)
     ]
     cuts = {f.where: f.code for f in reversed(findings) if f.where is not None and f.code.startswith(("GG1", "GG2"))}
-    edges = [
-        _edge_entry(case, source, target, edge, cuts)
-        for (source, target), edge in _nearest(edges_of(case, indices, spread), len(drawn))
-    ]
+    found = _Edges(case, indices, bad_values).find()
+    edges = [_edge_entry(case, *ends, found[ends], cuts) for ends in _nearest(found, len(drawn))]
     owners: dict[int, int] = {}
     for place, (_, module) in enumerate(drawn):
         for parameter in _own(module):
@@ -112,31 +109,27 @@ def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple
         for name, parameter in case.parameters.items()
         if not isinstance(parameter, UninitializedParameter)
     )
-    return Graph(modules=modules, edges=edges, nonfinite_path=spread.path), layers
+    return Graph(modules=modules, edges=edges, nonfinite_path=path), layers
 
 
 def _own(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return list(module.parameters(recurse=False))
 
 
-def _norm(amount: float | None, bad: str | None = None) -> Norm:
-    if bad == "nan" or (amount is not None and math.isnan(amount)):
-        return "nan"
-    if bad == "inf" or (amount is not None and math.isinf(amount)):
-        return "inf"
-    return amount
+def _norm(amount: float | None) -> Norm:
+    if amount is None or math.isfinite(amount):
+        return amount
+    return "nan" if math.isnan(amount) else "inf"
 
 
 def _gradient_norm(gradients: list[Gradient]) -> Norm:
     # A gradient whose values are elsewhere (sharded, meta) has no norm here.
     known = [g for g in gradients if g.present and (g.zero or g.bad is not None or not math.isnan(g.norm))]
-    if not known:
-        return None
     kinds = {gradient.bad for gradient in known}
-    return _norm(
-        math.hypot(*(0.0 if g.zero else g.norm for g in known)),
-        "nan" if "nan" in kinds else "inf" if "inf" in kinds else None,
-    )
+    if "nan" in kinds:
+        return "nan"
+    norms = [0.0 if g.zero else g.norm for g in known]
+    return "inf" if "inf" in kinds else _norm(math.hypot(*norms)) if norms else None
 
 
 def _module_entry(case: Case, name: str, module: torch.nn.Module, calls: int, spoiled: bool) -> GraphModule:
@@ -161,53 +154,51 @@ def _module_entry(case: Case, name: str, module: torch.nn.Module, calls: int, sp
     )
 
 
-def _nearest(edges: dict[tuple[int, int], Edge], modules: int) -> list[tuple[tuple[int, int], Edge]]:
-    ends = sorted(edges, key=lambda ends: (ends[0], ends[1] if ends[1] >= 0 else modules))
-    if len(ends) > _MOST_EDGES:
-        near = sorted(ends, key=lambda ends: abs((ends[1] if ends[1] >= 0 else modules) - ends[0]))
-        kept = set(near[:_MOST_EDGES])
-        ends = [pair for pair in ends if pair in kept]
-    return [(pair, edges[pair]) for pair in ends]
+def _nearest(edges: Iterable[tuple[int, int]], modules: int) -> list[tuple[int, int]]:
+    """Return the ends of the edges in the order of modules; of too many, those between the nearest modules."""
+
+    def positions(ends: tuple[int, int]) -> tuple[int, int]:
+        return ends[0], ends[1] if ends[1] != LOSS else modules
+
+    def length(ends: tuple[int, int]) -> int:
+        source, target = positions(ends)
+        return abs(target - source)
+
+    near = sorted(sorted(edges, key=positions), key=length)[:_MOST_EDGES]
+    return sorted(near, key=positions)
 
 
 def _edge_entry(case: Case, source: int, target: int, edge: Edge, codes: dict[str, str]) -> GraphEdge:
     cut: Cut | None = None
     if edge.cut >= 0 and not edge.connected:
-        _, where, _ = cut_of(case, case.trace.ops[edge.cut])
+        where = cut_of(case, case.trace.ops[edge.cut]).where
         place = where.text if where is not None else None
         cut = Cut(code=codes.get(place or "", "GG101"), where=place, source=where.source if where else None)
-    return {
-        "from": source,
-        "to": target,
-        "gradient_norm": _norm(edge.norm),
-        "cut": cut,
-        "nonfinite": edge.nonfinite,
-    }
+    norm = _norm(math.hypot(*edge.norms)) if edge.norms else None
+    return {"from": source, "to": target, "gradient_norm": norm, "cut": cut, "nonfinite": edge.nonfinite}
 
 
 def _layer(case: Case, name: str, parameter: torch.Tensor, module: int | None) -> Layer:
-    gradient, held = case.gradient(parameter), frozen_elements(parameter)
-    weight = gradient.weight_norm
-    if math.isnan(weight) and is_readable(parameter):
+    gradient, frozen = case.gradient(parameter), frozen_elements(parameter)
+    weight: float | None = gradient.weight_norm
+    if not is_readable(parameter):
+        weight = 0.0 if not parameter.numel() else None
+    elif math.isnan(gradient.weight_norm):
         with undispatched(), torch.no_grad():
             weight = norm_of(parameter)
-    readable = is_readable(parameter)
     return Layer(
         name=name,
         module=module,
         shape=list(parameter.shape),
         gradient_norm=_gradient_norm([gradient]),
-        weight_norm=_norm(weight) if readable else 0.0 if not parameter.numel() else None,
-        learns=not held if held in (0, parameter.numel()) else "part",
+        weight_norm=_norm(weight),
+        learns=not frozen if frozen in (0, parameter.numel()) else "part",
     )
 
 
 # --- edges: what one module gives another -----------------------------------------------------------------------------
 
-
-_OUTSIDE = -1
-
-Lost = tuple[tuple[int, int], ...]
+LIVE, NEVER = -2, -1  # a gradient comes back to the module; it was never connected; else the operation that cut it off
 
 
 @dataclass(slots=True)
@@ -219,206 +210,135 @@ class Edge:
     nonfinite: bool = False
     norms: list[float] = field(default_factory=list)
 
-    @property
-    def norm(self) -> float | None:
-        """Return the norm of all gradients that came back together; None where none did."""
-        return math.hypot(*self.norms) if self.norms else None
 
+class _Origin(NamedTuple):
+    """The modules that a value comes from, each `LIVE`, `NEVER` or cut off; the call that made it, if it is in one."""
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where a value comes from."""
-
-    modules: int = 0
-    connected: int = 0
-    lost: Lost = ()
-    call: int = _OUTSIDE
-
-
-_NOWHERE = _Origin()
-
-
-def edges_of(case: Case, indices: dict[int, int], spread: Spread) -> dict[tuple[int, int], Edge]:
-    """Find the edges of a step."""
-    found = _Edges(case, indices, spread)
-    for number, op in enumerate(case.trace.ops):
-        found.follow(number, op)
-    for code in sorted({code for backward in case.trace.backwards for code in backward.values}):
-        found.arrive(LOSS, code, connected=bool(code & 1), cut=-1)
-    for path in case.trace.paths:
-        found.measure(path)
-    found.edges.pop((INPUT, LOSS), None)
-    return found.edges
+    modules: dict[int, int]
+    call: int = -1
 
 
 class _Edges:
-    def __init__(self, case: Case, indices: dict[int, int], spread: Spread) -> None:
+    def __init__(self, case: Case, indices: dict[int, int], bad_values: frozenset[int]) -> None:
         self.case = case
         self.indices = indices
-        self.spread = spread
+        self.bad_values = bad_values
         self.edges: dict[tuple[int, int], Edge] = {}
         self.origins: dict[int, _Origin] = {}
         self._functions = {node_number(node): value for value, node in case.trace.rejoined.items()}
 
-    def follow(self, number: int, op: Op) -> None:
-        """Take in one operation."""
-        call, calls, place = op.call, self.case.trace.calls, _OUTSIDE
-        if call >= 0 and calls[call].leaf:
-            place = self.indices.get(id(calls[call].module), _OUTSIDE)
-        flow = self.case.flow
-        cut = any(code & 1 for code in op.inputs) and flow.is_cut(op)
-        inside = flow.is_inside_function(op)  # connected as a whole, if at all
-        living = [value for value in op.outputs if inside or value in flow.connected]
-        if place == _OUTSIDE:
-            self._between(number, op, living, cut)
-            return
-        own, loses = 2 << place, False
-        lost: Lost = ()
-        for code in op.inputs:
-            origin = self._origin(code)
-            if origin.call == call:
-                lost = _merged(lost, origin.lost)
-                loses |= bool(code & 1)
-            elif origin.modules:
-                self.arrive(place, code, connected=bool(code & 1) and not cut, cut=number if cut else -1)
-            else:  # a parameter of its own
-                loses |= bool(code & 1)
-        if cut and loses:
-            lost = _merged(lost, ((number, own),))
-        for value in op.outputs:
-            self.origins[value] = _Origin(own, own if value in living else 0, lost, call)
+    def find(self) -> dict[tuple[int, int], Edge]:
+        trace = self.case.trace
+        for number, op in enumerate(trace.ops):
+            self.follow(number, op)
+        for code in sorted({code for backward in trace.backwards for code in backward.codes}):
+            self.arrive(LOSS, code, connected=bool(code & 1), cut=-1)
+        for path in trace.paths:
+            self.measure(path)
+        self.edges.pop((INPUT, LOSS), None)
+        return self.edges
 
-    def _between(self, number: int, op: Op, living: list[int], cut: bool) -> None:
-        """Let what is made outside of modules that do the work come from all that went into it."""
-        modules = connected = 0
-        lost: Lost = ()
+    def follow(self, number: int, op: Op) -> None:
+        """Take in one operation: its results come from the module it runs in; outside of one, from all its inputs."""
+        call, calls, flow = op.call, self.case.trace.calls, self.case.flow
+        place = self.indices.get(id(calls[call].module)) if call >= 0 and calls[call].leaf else None
+        cut = number if op.connected_sources and flow.is_cut(op) else -1
+        found = {place: NEVER} if place is not None else dict[int, int]()
         for code in op.inputs:
-            origin = self._origin(code)
-            modules |= origin.modules
-            connected |= origin.connected
-            lost = _merged(lost, origin.lost)
-        if not op.inputs and op.call < 0 and not op.operator.shape_only:
-            modules = 1  # data that the step makes itself
-        if cut and connected:
-            lost = _merged(lost, ((number, connected),))
+            origin = self._origin(code >> 1)
+            if place is not None and origin.modules and origin.call != call:
+                self.arrive(place, code, connected=bool(code & 1) and cut < 0, cut=cut)
+                continue
+            modules = origin.modules
+            if place is not None:  # a parameter, or a result of the same call
+                modules = {place: LIVE if code & 1 else modules.get(place, NEVER)}
+            for module, state in modules.items():
+                if state == LIVE or found.get(module, NEVER) == NEVER:
+                    found[module] = state
+        if not op.inputs and call < 0 and not op.operator.shape_only:
+            found[INPUT] = NEVER  # data that the step makes itself
+        inside = flow.is_inside_function(op)  # connected as a whole, if at all
         for value in op.outputs:
-            self.origins[value] = _Origin(modules, connected if value in living else 0, lost)
+            modules = found
+            if not inside and value not in flow.connected:
+                modules = {module: cut if state == LIVE else state for module, state in found.items()}
+            elif place is not None:
+                modules = {place: LIVE}
+            self.origins[value] = _Origin(modules, call if place is not None else -1)
 
     def arrive(self, place: int, code: int, *, connected: bool, cut: int) -> None:
         """Record that a module reads a value."""
-        origin = self._origin(code)
-        bad = code >> 1 in self.spread.values
-        lost = {bit: op for op, mask in origin.lost for bit in _bits(mask)}
-        for bit in _bits(origin.modules):
-            edge = self.edges.setdefault((bit - 1, place), Edge())
+        bad = code >> 1 in self.bad_values
+        for module, state in self._origin(code >> 1).modules.items():
+            edge = self.edges.setdefault((module, place), Edge())
             edge.nonfinite |= bad
-            whole = origin.connected >> bit & 1
-            if whole and connected:
+            if state == LIVE and connected:
                 edge.connected = True
             else:
-                edge.cut = max(edge.cut, lost.get(bit, -1), cut if whole else -1)
+                edge.cut = max(edge.cut, cut if state == LIVE else state)
 
     def measure(self, path: GradientPath) -> None:
-        """Note a gradient that came back."""
+        """Add a gradient that came back to the edges that it came along."""
         norm, trace = path.norm, self.case.trace
         if norm is None:
             return
         place = LOSS if path.call == LOSS else self.indices.get(id(trace.calls[path.call].module))
-        if place is None:
-            return
-        for bit in _bits(self._reached(path)):
-            edge = self.edges.get((bit - 1, place))
-            if edge is not None:
-                edge.norms.append(norm)
-                edge.nonfinite |= not math.isfinite(norm)
-
-    def _reached(self, path: GradientPath) -> int:
-        """Return the modules that the gradient of a path goes on to."""
-        trace = self.case.trace
         if path.node < 0:
-            values = self.case.values_of.get(path.leaf, [])
+            values = self.case.values_of(path.leaf)
         elif path.node in self._functions:
             values = [self._functions[path.node]]
         else:
             number = trace.op_number_of_node.get(path.node)
             values = list(trace.ops[number].outputs) if number is not None else []
-        reached = 0
-        for value in values:
-            reached |= self._origin(2 * value + 1).connected
-        return reached
+        origins = [self._origin(value).modules for value in values]
+        for module in {module for modules in origins for module, state in modules.items() if state == LIVE}:
+            edge = self.edges.get((module, place)) if place is not None else None
+            if edge is not None:
+                edge.norms.append(norm)
+                edge.nonfinite |= not math.isfinite(norm)
 
-    def _origin(self, code: int) -> _Origin:
-        known = self.origins.get(code >> 1)
-        if known is None:
-            known = self.origins[code >> 1] = self._origin_of_root(code)
-        return known
-
-    def _origin_of_root(self, code: int) -> _Origin:
-        root = self.case.trace.roots.get(code >> 1)
-        if root is None or self.case.names.has_tensor(root.number) or isinstance(root.tensor, torch.nn.Parameter):
-            return _NOWHERE
-        return _Origin(modules=1, connected=int(root.requires_grad))
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
-
-
-def _merged(one: Lost, other: Lost) -> Lost:
-    if not one or not other or one is other:
-        return one or other
-    covered = 0
-    for _, mask in one:
-        covered |= mask
-    return (*one, *((op, mask & ~covered) for op, mask in other if mask & ~covered))
+    def _origin(self, value: int) -> _Origin:
+        case = self.case
+        if value not in self.origins:
+            root, modules = case.trace.roots.get(value), dict[int, int]()
+            if root and not case.names.has_tensor(root.number) and not isinstance(root.tensor, torch.nn.Parameter):
+                modules = {INPUT: LIVE if root.requires_grad else NEVER}
+            self.origins[value] = _Origin(modules)
+        return self.origins[value]
 
 
 # --- the path of a non-finite value -----------------------------------------------------------------------------------
 
 
-INPUT = -1
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Where it went."""
-
-    path: list[int] = field(default_factory=list)
-    values: frozenset[int] = frozenset()
-
-
-def spread_of(case: Case, indices: dict[int, int]) -> Spread:
-    """Follow what did harm in a step."""
+def _path_of_nonfinite(case: Case, indices: dict[int, int]) -> tuple[list[int], frozenset[int]]:
+    """Return the modules that the cause of a bad loss or gradient went through, and the bad values of forward."""
     births = births_behind_loss(case)
     if births:
         return _forward_path(case, births, indices)
     births = births_in_backward(case)
     if births and any(case.gradient(p).bad for p in case.parameters.values()):
-        return Spread(_backward_path(case, births, indices))
-    return Spread()
+        return _backward_path(case, births, indices), frozenset()
+    return [], frozenset()
 
 
-def _forward_path(case: Case, births: list[BadValue], indices: dict[int, int]) -> Spread:
+def _forward_path(case: Case, births: list[BadValue], indices: dict[int, int]) -> tuple[list[int], frozenset[int]]:
     trace, behind = case.trace, case.flow.behind_losses
-    born = {birth.op: birth for birth in births if birth.stage == "forward"}
+    born = {birth.op for birth in births if birth.stage == "forward"}
     bad = {birth.value for birth in births if birth.stage == "arrived"}
     path = dict.fromkeys(INPUT for value in bad if _is_input(case, value))
     for number, op in enumerate(trace.ops):
-        if number not in born and not any(code >> 1 in bad for code in op.inputs):
+        if number not in born and bad.isdisjoint(op.sources):
             continue
         made = [value for value in op.outputs if value in behind and (value in trace.spoiled or op.operator.view)]
         bad.update(made)
         place = indices.get(id(_module_of(case, op)))
-        if made and place is not None and (number in born or _works(case, op)):
+        if made and place is not None and (number in born or trace.calls[op.call].leaf):
             path.setdefault(place)
-    return Spread([*path, LOSS], frozenset(bad))
+    return [*path, LOSS], frozenset(bad)
 
 
 def _is_input(case: Case, value: int) -> bool:
-    root = case.trace.roots.get(bare_value(case.flow, value))
+    root = case.trace.roots.get(case.flow.bare_value(value))
     return root is None or not case.names.has_tensor(root.number)
 
 
@@ -427,20 +347,16 @@ def _module_of(case: Case, op: Op) -> torch.nn.Module | None:
     return case.trace.calls[op.call].module if op.call >= 0 else None
 
 
-def _works(case: Case, op: Op) -> bool:
-    return op.call >= 0 and case.trace.calls[op.call].leaf
-
-
 def _backward_path(case: Case, births: list[BadValue], indices: dict[int, int]) -> list[int]:
     trace = case.trace
     first = max(births, key=lambda birth: birth.op)
     born = indices.get(id(_module_of(case, trace.ops[first.op])), LOSS) if first.op >= 0 else LOSS
+    path = {born: None}
     sent = {id(trace.calls[path.call].module) for path in trace.paths if path.call >= 0 and path.is_bad}
     before = trace.ops[: first.op + 1] if first.op >= 0 else trace.ops
-    workers = {id(module): module for op in reversed(before) if _works(case, op) and (module := _module_of(case, op))}
-    went = [
-        indices[number]
-        for number, module in workers.items()
-        if number in indices and (number in sent or any(case.gradient(p).bad for p in module.parameters(recurse=False)))
-    ]
-    return list(dict.fromkeys([born, *went]))
+    worked = [trace.calls[op.call] for op in reversed(before) if op.call >= 0]
+    workers = {id(call.module): call.module for call in worked if call.leaf and id(call.module) in indices}
+    for number, module in workers.items():
+        if number in sent or any(case.gradient(p).bad for p in _own(module)):
+            path.setdefault(indices[number])
+    return list(path)

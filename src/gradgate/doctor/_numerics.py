@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,20 +11,20 @@ import torch
 
 from gradgate._names import describe
 from gradgate._torch_private import local_part, undispatched, write_count
-from gradgate.doctor._trace import BadValue, Operator, region_of
+from gradgate.doctor._trace import BadValue, Operator, storage_of, tensors_in
 
 if TYPE_CHECKING:
     from gradgate.doctor._tracer import Tracer
 
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
-
 _MOST_ROWS = 10_000
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+Kind = Literal["nan", "inf"]
 
 
 def total(tensor: torch.Tensor) -> float | complex:
-    """Add up a tensor: NaN and infinities show in the sum, at a fraction of the cost of looking for them."""
+    """Add up a tensor: NaN and infinities show in the sum, at a fraction of the cost of searching for them."""
     result: float | complex = tensor.sum().item()
     return result
 
@@ -47,7 +47,7 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Return whether there are floating-point values to look at."""
+    """Return whether a tensor has floating-point values that can be read here."""
     return (
         (tensor.is_floating_point() or tensor.is_complex())
         and type(tensor) in _PLAIN
@@ -58,28 +58,25 @@ def is_readable(tensor: torch.Tensor) -> bool:
 
 
 def is_suspicious(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may hold a NaN or an infinity."""
+    """Return whether a tensor may hold a NaN or an infinity; the sum of finite values may overflow."""
     if not is_readable(tensor):
         return False
     amount = total(tensor)
     return amount - amount != 0
 
 
-def bad_kind(tensor: torch.Tensor) -> Literal["nan", "inf"] | None:
-    """Tell what is wrong with the values of a tensor."""
+def bad_kind(tensor: torch.Tensor) -> Kind | None:
     if not is_readable(tensor):
         return None
     if tensor.is_complex():
         return bad_kind(torch.view_as_real(tensor.resolve_conj()))
     # The extremes carry NaN and infinities on, and are found many times faster than a mask of them is made.
-    lowest, highest = torch.aminmax(tensor)
-    if math.isnan(lowest.item()):
-        return "nan"
-    return "inf" if math.isinf(lowest.item()) or math.isinf(highest.item()) else None
+    lowest, highest = (bound.item() for bound in torch.aminmax(tensor))
+    return "nan" if math.isnan(lowest) else "inf" if math.isinf(lowest) or math.isinf(highest) else None
 
 
 def bad_rows(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the places along the first dimension that hold a NaN or an infinity."""
+    """Return the indices along the first dimension at which there is a NaN or an infinity."""
     if tensor.dim() == 0:
         return ()
     bad = (~torch.isfinite(tensor)).reshape(tensor.shape[0], -1).any(dim=1)
@@ -87,25 +84,14 @@ def bad_rows(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_all_zero(tensor: torch.Tensor) -> bool:
-    """Return whether every element is zero."""
     return not bool(tensor.any())
 
 
-def has_infinite_argument(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Return whether the user handed over a number that is not finite, as masks do."""
-    values = (*args, *kwargs.values()) if kwargs else args
-    return any(isinstance(value, float) and not math.isfinite(value) for value in values)
-
-
-def inputs_at(output: torch.Tensor, inputs: list[torch.Tensor]) -> str:
-    """Say what the inputs held at the first bad element of the output."""
+def inputs_at(output: torch.Tensor, inputs: Iterable[torch.Tensor]) -> str:
+    """Describe what the inputs held at the first bad element of the output."""
     index = (~torch.isfinite(output)).nonzero()
     where = tuple(index[0].tolist()) if len(index) else ()
-    parts = []
-    for tensor in inputs:
-        if tensor.dtype is torch.bool or not tensor.numel():
-            continue
-        parts.append(_value_at(tensor, output, where))
+    parts = [_value_at(x, output, where) for x in inputs if x.dtype is not torch.bool and x.numel()]
     place = f" at {list(where)}" if where else ""
     return f"it read {' and '.join(parts)}{place}" if parts else ""
 
@@ -130,13 +116,13 @@ class Gradient:
 
     present: bool
     zero: bool = False
-    bad: Literal["nan", "inf"] | None = None
+    bad: Kind | None = None
     norm: float = math.nan
     weight_norm: float = math.nan
 
 
 class Gradients:
-    """Takes gradients down: before the optimizer uses them, or at the end of the step."""
+    """The gradients of parameters, measured before the optimizer uses them or at the end of the step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         # A gradient that is still the same tensor at the same version was not touched by this step.
@@ -144,13 +130,13 @@ class Gradients:
         self.taken: dict[int, Gradient] = {}
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take down what is there now; what was taken down before stays."""
+        """Measure the gradients that were not there before."""
         with undispatched(), torch.no_grad():
             for parameter in parameters:
                 if id(parameter) not in self.taken or not self.taken[id(parameter)].present:
-                    self.taken[id(parameter)] = self._look(parameter)
+                    self.taken[id(parameter)] = self._measure(parameter)
 
-    def _look(self, parameter: torch.Tensor) -> Gradient:
+    def _measure(self, parameter: torch.Tensor) -> Gradient:
         gradient = parameter.grad
         before = self._before.get(id(parameter))
         if gradient is None or (before is not None and before[0] is gradient and before[1] == write_count(gradient)):
@@ -168,46 +154,28 @@ class Gradients:
 
 
 class Mark(NamedTuple):
-    """What is known of a piece of memory: "nan" or "inf", and which value it holds."""
+    """The kind of bad value that a piece of memory holds, and which value it is."""
 
-    kind: Literal["nan", "inf"]
+    kind: Kind
     value: int
 
 
-def _tensors(thing: Any) -> Iterator[torch.Tensor]:
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, (list, tuple)):
-        for item in thing:
-            if isinstance(item, torch.Tensor):
-                yield item
-
-
 class NonfiniteTracker:
-    """Looks at results."""
+    """Checks the results of operations."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
-        self._marks: dict[int, Mark] = {}
-
-    def forget(self) -> None:
-        """Begin a new trace."""
-        self._marks.clear()
+        self.marks: dict[int, Mark] = {}
 
     def value_in(self, tensor: torch.Tensor) -> int:
-        """Return the bad value that a tensor holds."""
-        mark = self._marks.get(region_of(tensor).storage)
+        mark = self.marks.get(storage_of(tensor))
         return mark.value if mark is not None else -1
 
-    def marks(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Mark | None]:
-        """Return what is known of the tensors that an operator is about to write to."""
-        if not self._marks:
-            return []
-        return [self._marks.get(region_of(target).storage) for target in operator.targets(args, kwargs)]
+    def marks_of_targets(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Mark | None]:
+        """Return the marks of the tensors that an operator is about to write to."""
+        return [self.marks.get(storage_of(x)) for x in operator.targets(args, kwargs)] if self.marks else []
 
-    # --- forward --------------------------------------------------------------------------------------------------
-
-    def look(
+    def check(
         self,
         operator: Operator,
         number: int,
@@ -218,47 +186,46 @@ class NonfiniteTracker:
         outputs: list[int],
         before: list[Mark | None] | None,
     ) -> None:
-        """Look at what an operation of the forward pass gave."""
-        targets = operator.targets(args, kwargs) if before is not None else _tensors(result)
+        """Check the results of an operation; `before` has the marks of its targets if it writes in place."""
+        trace = self.tracer.trace
+        targets = operator.targets(args, kwargs) if before is not None else tensors_in(result)
         for tensor, value in zip(targets, outputs, strict=False):
             if not is_readable(tensor):
                 continue
             amount = total(tensor)
             storage = tensor.untyped_storage().data_ptr()
             if amount - amount == 0:
-                if self._marks and before is None:
-                    self._marks.pop(storage, None)
+                if self.marks and before is None:
+                    self.marks.pop(storage, None)
                 continue
             kind = bad_kind(tensor)
             if kind is None:  # only the sum overflowed
                 continue
             # The running statistics of a batch norm are among its inputs, and have been written to by now.
             read = inputs[:3] if "batch_norm" in operator.name else inputs
-            inherited = self._inherited(kind, read, before, number)
-            if not inherited:
-                deliberate = kind == "inf" and has_infinite_argument(args, kwargs)
-                readable = [x for x in inputs if before is None]
-                detail = inputs_at(tensor, readable) if not deliberate else ""
-                rows = bad_rows(tensor)
-                self.tracer.trace.bad.append(
-                    BadValue(kind, "forward", number, value, rows, tuple(tensor.shape), detail, deliberate=deliberate)
-                )
-            self._marks[storage] = Mark(kind, value)
-            self.tracer.trace.spoiled.add(value)
+            if not self._is_inherited(kind, read, before, number):
+                numbers = [x for x in (*args, *kwargs.values()) if isinstance(x, float)]
+                deliberate = kind == "inf" and not all(map(math.isfinite, numbers))  # as a mask is filled with -inf
+                detail = inputs_at(tensor, inputs if before is None else ()) if not deliberate else ""
+                shape, rows = tuple(tensor.shape), bad_rows(tensor)
+                trace.bad.append(BadValue(kind, "forward", number, value, rows, shape, detail, deliberate))
+            self.marks[storage] = Mark(kind, value)
+            trace.spoiled.add(value)
 
-    def _inherited(self, kind: str, inputs: list[torch.Tensor], before: list[Mark | None] | None, number: int) -> bool:
-        """Return whether an input had the same trouble already; note what came in from outside."""
+    def _is_inherited(
+        self, kind: str, inputs: list[torch.Tensor], before: list[Mark | None] | None, number: int
+    ) -> bool:
+        """Return whether an input was bad in the same way already, and record what came in from outside."""
         kinds = {mark.kind for mark in before or () if mark is not None}
-        trace = self.tracer.trace
         for tensor in inputs if before is None else inputs[len(before or [None]) :]:
-            storage = region_of(tensor).storage
-            mark = self._marks.get(storage)
+            storage = storage_of(tensor)
+            mark = self.marks.get(storage)
             found = mark.kind if mark is not None else bad_kind(tensor) if is_suspicious(tensor) else None
             if found is None:
                 continue
             kinds.add(found)
             if mark is None:
                 value, rows, shape = self.tracer.values.of(tensor), bad_rows(tensor), tuple(tensor.shape)
-                trace.bad.append(BadValue(found, "arrived", number, value, rows, shape, ""))
-                self._marks[storage] = Mark(found, value)
+                self.tracer.trace.bad.append(BadValue(found, "arrived", number, value, rows, shape))
+                self.marks[storage] = Mark(found, value)
         return kind in kinds or "nan" in kinds

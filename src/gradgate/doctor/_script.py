@@ -25,56 +25,41 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
-from gradgate._source import Owner, locate, owner_of
+from gradgate._patches import Patches
+from gradgate._source import Owner, definition, is_foreign, locate, owner_of
 from gradgate._text import text_of, visible
+from gradgate._torch_private import as_written, compiled_as_written, read_grad_mode, watched_modules, write_grad_mode
+from gradgate.doctor._case import finding_at
 from gradgate.doctor._diagnose import Tracing
 from gradgate.doctor._diagnosis import Diagnosis
+from gradgate.doctor._tracer import parameters_of
 from gradgate.doctor._watch import all_finite
 from gradgate.doctor.rules import fold
+from gradgate.doctor.rules._modes import BATCHNORMS
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 
 _MOST_STEPS_TRACED = 8  # while an optimizer has not taken its second step
 _SEED = 0
-_BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
-
-@dataclass(frozen=True)
-class ScriptReport:
-    """What became of a script.
-
-    Attributes:
-        diagnosis: What the doctor found.
-        exit_code: How the script itself ended.
-        steps: How many optimizer steps it took.
-        losses: The loss of each backward pass, if it is one number.
-    """
-
-    diagnosis: Diagnosis
-    exit_code: int
-    steps: int
-    losses: tuple[float, ...] = ()
-
-
-Progress = Callable[[int, float, str], None]
-
-
-class _Enough(BaseException):
-    """The run has shown what it had to, or has reached its limit of steps."""
+# --- running a script as Python does ----------------------------------------------------------------------------------
 
 
 class _Ended(BaseException):
-    """The process was asked to end: by SIGTERM, or because the time is up."""
+    """The run has an end before its own: enough steps were taken, the time is up, or SIGTERM came."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
+    def __init__(self, exit_code: int = 0) -> None:
         self.exit_code = exit_code
 
 
@@ -144,8 +129,6 @@ def run_main(program: Program, args: Sequence[str], main: types.ModuleType) -> t
         sys.modules["numpy"].random.seed(_SEED)
     try:
         exec(program.code(), main.__dict__)
-    except _Enough:
-        return 0, None, ""
     except _Ended as error:
         return error.exit_code, None, ""
     except SystemExit as error:
@@ -164,24 +147,50 @@ def run_main(program: Program, args: Sequence[str], main: types.ModuleType) -> t
     return 0, None, ""
 
 
+def show_error(error: BaseException) -> None:
+    """Print a traceback as Python does, without the frames of the doctor."""
+    shown = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = shown
+    while each is not None:
+        kept = [frame for frame in each.stack if owner_of(frame.filename) is not Owner.OURS]
+        each.stack = traceback.StackSummary.from_list(kept)
+        each = each.__cause__ or each.__context__
+    sys.stderr.write(visible("".join(shown.format()), lines=True))
+
+
+# --- the training of a script -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScriptReport:
+    """What became of a script.
+
+    Attributes:
+        diagnosis: What the doctor found.
+        exit_code: How the script itself ended.
+        steps: How many optimizer steps it took.
+        losses: The loss of each backward pass, if it is one number.
+    """
+
+    diagnosis: Diagnosis
+    exit_code: int
+    steps: int
+    losses: tuple[float, ...] = ()
+
+
+Progress = Callable[[int, float, str], None]
+
+
 class _Run:
     """One run of a script in this process."""
 
-    def __init__(
-        self,
-        program: Program,
-        first: int,
-        count: int | None,
-        steps: int | None,
-        on_traced: Callable[[Diagnosis], None] | None,
-        progress: Progress | None,
-    ) -> None:
+    def __init__(self, program: Program, first: int, whole: bool, most_steps: int | None) -> None:
         self.program = program
         self.first = first
-        self.count = count
-        self.most_steps = steps
-        self.on_traced = on_traced
-        self.progress = progress
+        self.whole = whole
+        self.most_steps = most_steps
+        self.on_traced: Callable[[Diagnosis], None] | None = None
+        self.progress: Progress | None = None
         self.steps = 0
         self.traced = 0
         self.bad_step: int | None = None
@@ -200,10 +209,8 @@ class _Run:
         raised: BaseException | None = None
         self.tracing.__enter__()
         # After the tracer's own, so that a step that only begins to be traced here is not taken for one that was.
-        hooks = (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        )
+        hooks = [register_optimizer_step_pre_hook(self._before_step)]
+        hooks.append(register_optimizer_step_post_hook(self._after_step))
         backward, torch.autograd.backward = torch.autograd.backward, self._noting_losses(torch.autograd.backward)
         try:
             if self.first:
@@ -222,21 +229,18 @@ class _Run:
         if not self.tracing.trained:
             hint = _module_hint(self.program, raised)
             found = [replace(f, fix=hint) if f.code == "GG002" and hint else f for f in diagnosis.findings]
-            diagnosis = replace(diagnosis, findings=fold((*found, *self._without_step(exit_code))))
+            found.append(
+                finding_at(
+                    None,
+                    "warning GG006: no training step ran",
+                    reason=f"The script ended with exit code {exit_code} before any backward pass."
+                    + (f" Its own message: {self.message}" if self.message else ""),
+                    fix="gradgate doctor train.py --epochs 1     # with the arguments that the script needs",
+                )
+            )
+            diagnosis = replace(diagnosis, findings=fold(found))
         losses = tuple(self.tracing.history.losses())
         return ScriptReport(replace(diagnosis, exception=raised), exit_code, self.steps, losses)
-
-    def _without_step(self, exit_code: int) -> Iterator[Finding]:
-        yield Finding(
-            code="GG006",
-            severity="warning",
-            title="no training step ran",
-            reason=f"The script ended with exit code {exit_code} before any backward pass."
-            + (f" Its own message: {self.message}" if self.message else ""),
-            fix="gradgate doctor train.py --epochs 1     # with the arguments that the script needs",
-        )
-
-    # --- what it sees -----------------------------------------------------------------------------------------------
 
     def _noting_losses(self, backward: Callable[..., None]) -> Callable[..., None]:
         """Wrap torch.autograd.backward, which every backward pass calls, so that the losses are known."""
@@ -255,17 +259,17 @@ class _Run:
         self.traced += 1
         self._steps_of[id(optimizer)] += 1
         enough = min(self._steps_of.values()) > 1 or self.traced >= _MOST_STEPS_TRACED
-        if self.count is not None and (enough if not self.first else self.traced >= self.count):
+        if not self.whole and (enough if not self.first else self.traced >= 2):
             self.tracing.pause()
             if self.first:
-                raise _Enough
+                raise _Ended
             self._watch_statistics()
             if self.on_traced is not None:
                 self.on_traced(self.tracing.diagnosis)
 
     def _watch_statistics(self) -> None:
         """Trace a later validation in which BatchNorm learns."""
-        layers = {id(m): m for root in self.tracing.modules for m in root.modules() if isinstance(m, _BATCHNORMS)}
+        layers = {id(m): m for root in self.tracing.modules for m in root.modules() if isinstance(m, BATCHNORMS)}
         for layer in layers.values():
             handle = layer.register_forward_pre_hook(self._before_statistics)
             self.tracing.at_end.append(handle.remove)
@@ -281,8 +285,7 @@ class _Run:
         self.tracing.untraced_step(optimizer, locate(sys._getframe(1)))
         if self.bad_step is not None:
             return
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not all_finite(p.grad for p in held if p.grad is not None):
+        if not all_finite(p.grad for p in parameters_of(optimizer) if p.grad is not None):
             self.bad_step = self.steps
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -292,7 +295,7 @@ class _Run:
             self._shown = now
             self.progress(self.steps, now - self._started, "traced" if self.tracing.tracing else "at full speed")
         if self.steps == self.most_steps:
-            raise _Enough
+            raise _Ended
         if self.steps == self.first and not self.tracing.tracing:
             self.tracing.resume()
 
@@ -348,9 +351,10 @@ def examine_script(
     program = program_at(path, module)
     surroundings = os.getcwd(), dict(os.environ)
     alone = from_step is not None
-    run = _Run(program, from_step or 0, None if whole else 2, steps, on_traced, progress)
+    run = _Run(program, from_step or 0, whole, steps)
+    run.on_traced, run.progress = on_traced, progress
     process = os.getpid()
-    with _exits_told(run, at_exit), _ending(timeout):
+    with _reporting_exit(run, at_exit), _ending(timeout):
         exit_code, raised = run.run(args)
     if raised is not None and not alone:
         show_error(raised)
@@ -368,11 +372,11 @@ def examine_script(
 
 
 @contextmanager
-def _exits_told(run: _Run, at_exit: Callable[[ScriptReport], None] | None) -> Iterator[None]:
-    """Give the report before `os._exit`, after which nothing runs any more; children of the script just end."""
+def _reporting_exit(run: _Run, at_exit: Callable[[ScriptReport], None] | None) -> Iterator[None]:
+    """Pass on the report before `os._exit`, after which nothing runs any more; children of the script just end."""
     leave, process = os._exit, os.getpid()
 
-    def leave_told(status: int) -> NoReturn:
+    def report_and_leave(status: int) -> NoReturn:
         try:
             if at_exit is not None and os.getpid() == process:
                 os._exit = leave
@@ -383,7 +387,7 @@ def _exits_told(run: _Run, at_exit: Callable[[ScriptReport], None] | None) -> It
         finally:
             leave(status)
 
-    os._exit = leave_told
+    os._exit = report_and_leave
     try:
         yield
     finally:
@@ -415,17 +419,6 @@ def _ending(timeout: float | None) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def show_error(error: BaseException) -> None:
-    """Print a traceback as Python does, without the frames of the doctor."""
-    shown = traceback.TracebackException.from_exception(error)
-    each: traceback.TracebackException | None = shown
-    while each is not None:
-        kept = [frame for frame in each.stack if owner_of(frame.filename) is not Owner.OURS]
-        each.stack = traceback.StackSummary.from_list(kept)
-        each = each.__cause__ or each.__context__
-    sys.stderr.write(visible("".join(shown.format()), lines=True))
-
-
 def _module_hint(program: Program, raised: BaseException | None) -> str:
     """Return the command for a script with relative imports, which is a module of a package."""
     if not isinstance(raised, ImportError) or "relative import" not in text_of(raised) or program.package is not None:
@@ -454,13 +447,7 @@ def _again(
         options = ["--from-step", str(max(step - 1, 1)), "--rerun", str(report)]
         command = [sys.executable, "-m", "gradgate", "doctor", *options, *program.arguments, *args]
         done = subprocess.run(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            cwd=folder,
-            env=environment,
-            check=False,
+            command, cwd=folder, env=environment, check=False, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
         )
         second: dict[str, Any] = {}
         with suppress(OSError, ValueError):  # it did not come to its end
@@ -488,10 +475,170 @@ def _again(
 
 
 def _not_repeated(title: str, why: str) -> Finding:
-    return Finding(
-        code="GG005",
-        severity="error",
-        title=title,
-        reason=why,
-        fix="torch.manual_seed(0); random.seed(0); np.random.seed(0)     # at the start of the script, or: --trace",
-    )
+    fix = "torch.manual_seed(0); random.seed(0); np.random.seed(0)     # at the start of the script, or: --trace"
+    return finding_at(None, f"error GG005: {title}", reason=why, fix=fix)
+
+
+# --- where a script switches recording off ----------------------------------------------------------------------------
+
+_TORCHS_OWN = "inside torch"
+_SWITCHES = ("no_grad.", "set_grad_enabled.", "inference_mode.")  # what a user's line calls
+
+
+@dataclass(slots=True)
+class RecordingGap:
+    """A line that switched recording off.
+
+    Attributes:
+        where: The line, as "path.py:12"; "inside torch" for all that torch does by itself, as in an optimizer's step.
+        source: The text of that line.
+        times: How often it did.
+        seconds: How long recording was off, in all.
+        operations: How many calls of torch ran meanwhile.
+        modules: The modules that were called meanwhile, by class, the outermost ones.
+        left: Whether recording was still off when the script ended.
+    """
+
+    where: str
+    source: str
+    times: int = 0
+    seconds: float = 0.0
+    operations: int = 0
+    modules: list[str] = field(default_factory=list)
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class ModesReport:
+    """Where a script switched recording off, and how it ended.
+
+    Attributes:
+        gaps: The lines, the longest time first; torch's own last.
+        exit_code: How the script itself ended.
+        seconds: How long it ran.
+    """
+
+    gaps: tuple[RecordingGap, ...]
+    exit_code: int
+    seconds: float
+
+
+def examine_modes(path: str | os.PathLike[str], args: Sequence[str] = (), *, module: bool = False) -> ModesReport:
+    """Run a script and list the lines that switched recording off, for how long, and over what.
+
+    Args:
+        path: The script; with `module`, the name of a module to run as `python -m` does.
+        args: Its arguments.
+        module: Whether `path` names a module.
+
+    Returns:
+        The lines, and how the script ended. Only its main thread is seen.
+
+    Raises:
+        ArgumentValueError: There is no such file or module.
+
+    Examples:
+        >>> import tempfile, pathlib
+        >>> script = pathlib.Path(tempfile.mkdtemp()) / "validate.py"
+        >>> _ = script.write_text('''
+        ... import torch
+        ... model = torch.nn.Linear(2, 1)
+        ... for batch in torch.ones(3, 4, 2):
+        ...     with torch.no_grad():
+        ...         model(batch).mean()
+        ... ''')
+        >>> gap = gg.doctor.examine_modes(script).gaps[0]
+        >>> gap.source, gap.times, gap.modules, gap.left
+        ('with torch.no_grad():', 3, ['Linear'], False)
+    """
+    program = program_at(path, module)
+    watch, started, patches = _Modes(), time.perf_counter(), Patches()
+    recording = read_grad_mode()
+    with compiled_as_written(patches), watched_modules(patches, watch.enter_module, watch.leave_module):
+        for name, wrapped in (("__enter__", watch.inference), ("__exit__", watch.after_inference)):
+            original = getattr(torch.inference_mode, name)
+            patches.later(partial(setattr, torch.inference_mode, name, original))
+            setattr(torch.inference_mode, name, wrapped(original))
+        with watch:
+            exit_code, raised, _ = run_main(program, args, types.ModuleType("__main__"))
+    watch.end(left=True)
+    write_grad_mode(recording)
+    if raised is not None:
+        show_error(raised)
+    gaps = sorted(watch.gaps.values(), key=lambda gap: (gap.where == _TORCHS_OWN, -gap.seconds))
+    return ModesReport(tuple(gaps), exit_code, time.perf_counter() - started)
+
+
+class _Modes(TorchFunctionMode):
+    """Sees every call of torch in this thread, the switches of recording among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gaps: dict[tuple[str, str], RecordingGap] = {}
+        self._open: RecordingGap | None = None
+        self._since = 0.0
+        self._calls = 0  # of modules that have not returned
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is write_grad_mode and args[0]:
+            self.end()
+        elif func is write_grad_mode:
+            self._begin(sys._getframe(1))
+        elif self._open is not None:
+            self._open.operations += 1
+        return func(*args, **(kwargs or {}))
+
+    def _begin(self, frame: FrameType | None) -> None:
+        if self._open is not None or not read_grad_mode():
+            return
+        where, source = _switched_at(frame)
+        self._open = self.gaps.setdefault((where, source), RecordingGap(where, source))
+        self._open.times += 1
+        self._since, self._calls = time.perf_counter(), 0
+
+    def end(self, *, left: bool = False) -> None:
+        if self._open is not None:
+            self._open.seconds += time.perf_counter() - self._since
+            self._open.left |= left
+        self._open = None
+
+    def inference(self, entering: Any) -> Any:
+        def enter(block: Any) -> Any:
+            if block.mode:
+                self._begin(sys._getframe(1))
+            return entering(block)
+
+        return enter
+
+    def after_inference(self, leaving: Any) -> Any:
+        def leave(block: Any, *error: Any) -> Any:
+            result = leaving(block, *error)
+            if read_grad_mode():
+                self.end()
+            return result
+
+        return leave
+
+    def enter_module(self, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
+        name = as_written(type(module).__name__)
+        if self._calls == 0 and self._open is not None and name not in self._open.modules:
+            self._open.modules.append(name)
+        self._calls += 1
+
+    def leave_module(self, *args: Any) -> None:
+        self._calls = max(self._calls - 1, 0)
+
+
+def _switched_at(frame: FrameType | None) -> tuple[str, str]:
+    """Return the line that switches and its text: of a block, a call, or the function that a decorator is on."""
+    place = locate(frame)
+    while frame is not None and is_foreign(frame.f_code.co_filename):
+        name = frame.f_code.co_qualname
+        decorated = frame.f_locals.get("func") if name.startswith("context_decorator.") else None
+        if isinstance(decorated, types.FunctionType):
+            line = definition(decorated.__code__)
+            return (_TORCHS_OWN, "") if is_foreign(line.file) else (line.text, line.source)
+        if not name.startswith(_SWITCHES) and frame.f_globals.get("__name__") not in ("gradgate.modes", __name__):
+            return _TORCHS_OWN, ""
+        frame = frame.f_back
+    return (_TORCHS_OWN, "") if place is None else (place.text, place.source)

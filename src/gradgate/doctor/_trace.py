@@ -1,7 +1,8 @@
 """The records that the tracer writes and the rules read, and how values flow through them.
 
 A *value* is a number that stands for the content of a tensor at one time: each result has its own, and a tensor that
-was written to gets a new one. The numbers connect the operations: which one computed a value, which ones read it.
+was written to gets a new one. An operation refers to its inputs by *codes*: twice the value, plus 1 if autograd
+connects the operation to it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -21,14 +22,12 @@ from gradgate._source import Location
 from gradgate._torch_private import is_view, schema_of
 
 if TYPE_CHECKING:
-    from gradgate.doctor._backward_hooks import GradientPath
+    from gradgate.doctor._tracer import GradientPath
 
 # --- memory: which bytes a tensor covers ------------------------------------------------------------------------------
 
 
 class Region(NamedTuple):
-    """The memory of a tensor."""
-
     storage: int
     start: int
     shape: tuple[int, ...]
@@ -36,8 +35,15 @@ class Region(NamedTuple):
     size: int
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory of a tensor; 0 if it has none of its own, as a sparse tensor."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 def region_of(tensor: torch.Tensor) -> Region:
-    """Describe the memory of a tensor."""
     try:
         storage = tensor.untyped_storage().data_ptr()
         return Region(storage, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
@@ -78,8 +84,7 @@ def _bytes(marks: torch.Tensor, region: Region, low: int) -> torch.Tensor:
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
-
-# Reading these says nothing about where a value was made: what they give has no values yet, or the old ones.
+# Their results have no values yet, or the old ones.
 _SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_"}
 _KEEPS_ARGUMENTS = {
     *("gt", "ge", "lt", "le", "eq", "ne", "pow", "pow_", "clamp", "clamp_min", "clamp_max", "native_batch_norm"),
@@ -89,7 +94,7 @@ _KEEPS_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator, as the tracer needs it."""
+    """What the tracer needs to know of an operator."""
 
     name: str
     written: tuple[int, ...]
@@ -97,50 +102,39 @@ class Operator:
     view: bool
     silent: bool
     shape_only: bool  # reads the shape, dtype and device of its inputs, not their values
-    zeroes: bool
-    unscales: bool
     keeps_arguments: bool
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-        """Return the tensors that a call writes to."""
+        """Yield the tensors that a call writes to."""
         named = (kwargs[name] for name in self.written_names if name in kwargs)
         for target in (*(args[position] for position in self.written if position < len(args)), *named):
-            if isinstance(target, torch.Tensor):
-                yield target
-            elif isinstance(target, (list, tuple)):
-                yield from (tensor for tensor in target if isinstance(tensor, torch.Tensor))
+            yield from tensors_in(target)
 
 
-_known: dict[Any, Operator] = {}
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or the tensors in a list or tuple."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple)):
+        yield from (item for item in thing if isinstance(item, torch.Tensor))
 
 
+@cache
 def operator_of(func: Any) -> Operator:
-    """Describe an operator."""
-    known = _known.get(func)
-    if known is None:
-        known = _known[func] = _read_schema(func)
-    return known
-
-
-def _read_schema(func: Any) -> Operator:
     schema = schema_of(func)
     space, _, name = schema.name.partition("::")
-    arguments = schema.arguments
     written = [
         (position, argument)
-        for position, argument in enumerate(arguments)
+        for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    returns = [result.alias_info for result in schema.returns if result.alias_info is not None]
     return Operator(
         name=name,
         written=tuple(position for position, argument in written if not argument.kwarg_only),
         written_names=tuple(argument.name for _, argument in written),
-        view=bool(returns) and not written,
+        view=not written and any(result.alias_info is not None for result in schema.returns),
         silent=name in _SILENT or (space not in ("aten", "prims") and not schema.returns),
         shape_only=space == "aten" and (name.endswith("_like") or name.startswith("new_")),
-        zeroes=name in ("zero_", "_foreach_zero_"),
-        unscales=name == "_amp_foreach_non_finite_check_and_unscale_",
         keeps_arguments=name in _KEEPS_ARGUMENTS,
     )
 
@@ -154,41 +148,50 @@ class Op(NamedTuple):
     operator: Operator
     location: Location | None
     module: torch.nn.Module | None
-    call: int
-    node: int
+    call: int  # the innermost call in `Trace.calls`; -1 outside of all modules
     records: bool
-    switch: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    switch: int  # the switch in `Trace.switches` that turned recording off; -1 for none
+    inputs: tuple[int, ...]  # codes
+    outputs: tuple[int, ...]  # values
     arguments: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        return self.operator.name
+
+    @property
+    def sources(self) -> list[int]:
+        """The values that it reads."""
+        return [code >> 1 for code in self.inputs]
+
+    @property
+    def connected_sources(self) -> list[int]:
+        return [code >> 1 for code in self.inputs if code & 1]
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module: inside which other call, in which mode and, for an outermost one, from which line."""
+    """One call of a module. `location` is known for an outermost call only."""
 
     module: torch.nn.Module
     outer: int = -1
     training: bool = True
     location: Location | None = None
-    leaf: bool = True
+    leaf: bool = True  # no other module was called inside
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
-    """A tensor that was there before the trace, or that came from outside torch."""
+class Root(NamedTuple):
+    """A tensor that existed before the trace, or that came from outside torch."""
 
     tensor: torch.Tensor | None
     number: int
     leaf: bool
     requires_grad: bool
     inference: bool
-    shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Escape:
-    """A value that left torch for Python or NumPy, or a leaf switched by hand."""
+class Escape(NamedTuple):
+    """A value that left torch for Python or NumPy."""
 
     kind: str
     value: int
@@ -197,17 +200,15 @@ class Escape:
     floating: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Freeze:
-    """A line that set requires_grad to False, and whether the tensor had been switched on again before."""
+class Freeze(NamedTuple):
+    """A line that set requires_grad to False; `again` if the tensor had been switched on before."""
 
     location: Location | None
     again: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """Recording was switched."""
+class Switch(NamedTuple):
+    """A switch of recording, and the functions of torch that made it."""
 
     on: bool
     location: Location | None
@@ -224,90 +225,81 @@ class BadValue:
     value: int
     rows: tuple[int, ...]
     shape: tuple[int, ...]
-    detail: str
-    node_name: str = ""
+    detail: str = ""
     deliberate: bool = False
+    node_name: str = ""
     from_value: int = -1
     backward: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroGradient:
-    """A gradient that became nothing but zeros."""
+class ZeroGradient(NamedTuple):
+    """The operation in whose backward a gradient became all zeros."""
 
     op: int
     node_name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Overwrite:
-    """A tensor that was saved for backward and overwritten before backward read it."""
-
-    saved_spot: Location | None
-    saved_node: int
-    write_spot: Location | None
-    write_name: str
-    by_optimizer: bool
-    silent: bool
-    shape: tuple[int, ...]
-
-
 class Write(NamedTuple):
-    """One write to memory."""
-
+    clock: int
     region: Region
     name: str
     location: Location | None
     by_optimizer: bool
 
 
+class Overwrite(NamedTuple):
+    """A tensor that was saved for backward and overwritten before backward read it."""
+
+    saved_at: Location | None
+    saved_node: int
+    write: Write
+    silent: bool
+    shape: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Backward:
-    """One call of backward."""
+    """One backward pass, and the graph that it walks through."""
 
-    values: tuple[int, ...]
+    codes: tuple[int, ...]
     location: Location | None
     after: int
     loss: float | None
-    nodes: frozenset[int] = frozenset()
+    inputs: tuple[int, ...] | None = None  # by `id`: what `torch.autograd.grad` was asked for
+    missing: frozenset[int] = frozenset()  # by `id`: what it gave no gradient for
     running: bool = True
     completed: bool = False
-    inputs: tuple[int, ...] | None = None
-    missing: frozenset[int] = frozenset()
-    functions: dict[int, type[torch.autograd.Function]] = field(default_factory=dict)
+    nodes: frozenset[int] = frozenset()
+    functions: set[type[torch.autograd.Function]] = field(default_factory=set)
     starts: list[int] = field(default_factory=list)
     edges: list[tuple[int, ...]] = field(default_factory=list)  # by node: the nodes that it sends gradients to
     leaves: dict[int, int] = field(default_factory=dict)  # by node: the `id` of the leaf that it adds to
     zeros: set[tuple[int, int]] = field(default_factory=set)  # the edges on which a gradient became zero
 
     def leaves_with_gradient(self) -> set[int]:
-        """Return the `id` of every leaf that some gradient came to that was not made zero on the way."""
-        seen, waiting = set(self.starts), list(self.starts)
-        while waiting:
-            node = waiting.pop()
-            for position, following in enumerate(self.edges[node]):
-                if following >= 0 and following not in seen and (node, position) not in self.zeros:
-                    seen.add(following)
-                    waiting.append(following)
-        return {leaf for node, leaf in self.leaves.items() if node in seen}
+        """Return the `id` of every leaf that a gradient reached which did not become zero on its path."""
+
+        def following(node: int) -> Iterator[int]:
+            for position, other in enumerate(self.edges[node]):
+                if other >= 0 and (node, position) not in self.zeros:
+                    yield other
+
+        reached = reachable(self.starts, following)
+        return {leaf for node, leaf in self.leaves.items() if node in reached}
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """One step of an optimizer."""
-
+class OptimizerStep(NamedTuple):
     optimizer: torch.optim.Optimizer
     location: Location | None
-    backwards: int
-    idle: bool
-    again: int = 0
-    old: int = 0
-    cleared: Location | None = None  # who took the gradients away after backward
+    backwards: int  # how many passes ran before it
+    idle: bool  # no parameter had a gradient
+    again: bool  # it used gradients that it had used before
+    old: bool  # it used gradients from before the trace
+    cleared: Location | None  # the line that last removed gradients
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """A call of torch that raised."""
+class Raised(NamedTuple):
+    """A call of torch that raised, and the values that it was given."""
 
     text: str
     values: tuple[int, ...]
@@ -317,29 +309,28 @@ class Raised:
 
 @dataclass(slots=True)
 class Trace:
-    """All that was seen of one step (or of several)."""
+    """Everything that was recorded of one step, or of several."""
 
     ops: list[Op] = field(default_factory=list)
     roots: dict[int, Root] = field(default_factory=dict)
     escapes: list[Escape] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     bad: list[BadValue] = field(default_factory=list)
-    spoiled: set[int] = field(default_factory=set)
+    spoiled: set[int] = field(default_factory=set)  # the values that are not finite
     calls: list[Call] = field(default_factory=list)
     paths: list[GradientPath] = field(default_factory=list)
     zeros: list[ZeroGradient] = field(default_factory=list)
     overwrites: list[Overwrite] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
     optimizer_steps: list[OptimizerStep] = field(default_factory=list)
-    rejoined: dict[int, Any] = field(default_factory=dict)
+    rejoined: dict[int, Any] = field(default_factory=dict)  # results of autograd Functions, with their nodes
     inference_values: dict[int, Location | None] = field(default_factory=dict)
     op_number_of_node: dict[int, int] = field(default_factory=dict)
     raised: list[Raised] = field(default_factory=list)
-    modules: list[torch.nn.Module] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)  # the outermost ones that were called
     batch_size: int | None = None
     scaled: bool = False
     functional: bool = False
-    gradients_left: bool = False
     updated_by_hand: Location | None = None
     recording_at_start: bool = True
     recording_at_end: bool = True
@@ -347,15 +338,14 @@ class Trace:
 
 # --- numbers for values -----------------------------------------------------------------------------------------------
 
-
 _SMALL = 64
 
 
 class Values:
-    """Knows the value of each tensor that the tracer has met."""
+    """The value of each tensor that the tracer has met."""
 
-    # A tensor is known by its identity. Autograd gives views a new identity on their way up, so the result of a view is
-    # also known by its memory, shape, strides and whether it is connected.
+    # A tensor is known by its identity. Autograd wraps a view in another object, so the result of a view is also known
+    # by its memory, shape, strides and whether it is connected.
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -366,58 +356,52 @@ class Values:
         self.unconnected: set[int] = set()
 
     def read(self, tensor: torch.Tensor, codes: list[int]) -> None:
-        """Record that an operation reads a tensor."""
+        """Append the codes of a tensor that an operation reads."""
         known = self._by_identity.get(id(tensor))
         connected = tensor.requires_grad
         value = known[1] if known is not None and known[0]() is tensor else self._adopt(tensor, connected)
         codes.append(2 * value + connected)
         if connected and value in self.unconnected:
-            # Made where autograd does not look, and yet connected: a Function's result, or a leaf made of it.
+            # Made where autograd does not record, and yet connected: a Function's result, or a leaf made of it.
             self.unconnected.discard(value)
             if tensor.grad_fn is not None:
                 self.trace.rejoined[value] = tensor.grad_fn
-            elif not is_view(tensor):  # a view of a leaf, made inside no_grad, only looks like a leaf
+            elif not is_view(tensor):  # a view of a leaf, made inside no_grad, has no grad_fn and is not a leaf
                 self._add_root(tensor, value)
         if self._latest_write:
-            write = self._latest_write.get(_storage_of(tensor))
+            write = self._latest_write.get(storage_of(tensor))
             if write is not None and write > value:
                 codes.append(2 * write + connected)
 
     def of(self, tensor: torch.Tensor) -> int:
-        """Return the value that a tensor holds now."""
         codes: list[int] = []
         self.read(tensor, codes)
         return codes[-1] >> 1
 
     def make(self, tensor: torch.Tensor) -> int:
-        """Return a new value to a tensor."""
         value = self._next
         self._next = value + 1
         self._by_identity[id(tensor)] = (weakref.ref(tensor), value)
         return value
 
     def make_view(self, tensor: torch.Tensor, connected: bool) -> int:
-        """Return a new value to the result of a view, which will come back under another identity."""
         value = self.make(tensor)
-        # A tensor without memory of this kind is known by its identity alone.
-        with suppress(RuntimeError, NotImplementedError):
+        with suppress(RuntimeError, NotImplementedError):  # no memory: known by its identity alone
             self._by_memory[tensor.data_ptr(), tensor.shape, tensor.stride(), connected] = value
         return value
 
     def write(self, tensor: torch.Tensor) -> int:
-        """Return a new value to a tensor that was written to, and let everything that shares its memory know."""
+        """Give a new value to a tensor that was written to, and to everything that shares its memory."""
         value = self.make(tensor)
-        self._latest_write[_storage_of(tensor)] = value
+        self._latest_write[storage_of(tensor)] = value
         return value
 
     def _adopt(self, tensor: torch.Tensor, connected: bool) -> int:
-        try:
+        value = None
+        with suppress(RuntimeError, NotImplementedError):
             value = self._by_memory.get((tensor.data_ptr(), tensor.shape, tensor.stride(), connected))
-        except (RuntimeError, NotImplementedError):
-            value = None
         if value is None:
-            value = self._next
-            self._next = value + 1
+            value = self.make(tensor)
             self._add_root(tensor, value)
         self._by_identity[id(tensor)] = (weakref.ref(tensor), value)
         return value
@@ -425,19 +409,22 @@ class Values:
     def _add_root(self, tensor: torch.Tensor, value: int) -> None:
         leaf, connected, inference = tensor.is_leaf, tensor.requires_grad, tensor.is_inference()
         keep = leaf and (connected or inference or tensor.numel() <= _SMALL)
-        self.trace.roots[value] = Root(
-            tensor if keep else None, id(tensor), leaf, connected, inference, tuple(tensor.shape)
-        )
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
+        self.trace.roots[value] = Root(tensor if keep else None, id(tensor), leaf, connected, inference)
 
 
 # --- the flow of values -----------------------------------------------------------------------------------------------
+
+
+def reachable(start: Iterable[int], following: Callable[[int], Iterable[int]]) -> frozenset[int]:
+    """Return everything that can be reached from a start, and the start itself."""
+    seen = set(start)
+    waiting = list(seen)
+    while waiting:
+        for other in following(waiting.pop()):
+            if other not in seen:
+                seen.add(other)
+                waiting.append(other)
+    return frozenset(seen)
 
 
 class Flow:
@@ -460,43 +447,32 @@ class Flow:
             for value in op.outputs:
                 self.maker[value] = number
         for backward in trace.backwards:
-            self.connected.update(code >> 1 for code in backward.values if code & 1)
+            self.connected.update(code >> 1 for code in backward.codes if code & 1)
         # A leaf that was computed from something (`h.detach().requires_grad_()`) is a start: nothing flows beyond it.
         self.connected.difference_update(value for value in trace.roots if value in self.maker)
 
+    def made_by(self, value: int) -> Op | None:
+        number = self.maker.get(value)
+        return self.trace.ops[number] if number is not None else None
+
     @cached_property
     def losses(self) -> frozenset[int]:
-        """Return the values that backward passes started from."""
-        return frozenset(code >> 1 for backward in self.trace.backwards for code in backward.values)
+        """The values that backward passes started from."""
+        return frozenset(code >> 1 for backward in self.trace.backwards for code in backward.codes)
 
     @cached_property
     def behind_losses(self) -> frozenset[int]:
-        """Return every value that a loss was computed from, connected or not."""
+        """Every value that a loss was computed from, connected or not."""
         return self.sources(self.losses)
 
-    def sources(self, values: Iterable[int], connected: bool = False) -> frozenset[int]:
-        """Return every value that some values were computed from, and themselves; only what is connected, if asked."""
-        seen = set(values)
-        waiting = list(seen)
-        while waiting:
-            number = self.maker.get(waiting.pop())
-            for code in self.trace.ops[number].inputs if number is not None else ():
-                if code >> 1 not in seen and (not connected or code & 1 or self._is_made_inside_function(code >> 1)):
-                    seen.add(code >> 1)
-                    waiting.append(code >> 1)
-        return frozenset(seen)
+    def sources(self, values: Iterable[int]) -> frozenset[int]:
+        """Return every value that some values were computed from, and themselves."""
+        return reachable(values, lambda value: op.sources if (op := self.made_by(value)) is not None else ())
 
     def results(self, values: Iterable[int]) -> frozenset[int]:
         """Return every value that was computed from some values, and themselves."""
-        seen = set(values)
-        waiting = list(seen)
-        while waiting:
-            for number in self.readers.get(waiting.pop(), ()):
-                for value in self.trace.ops[number].outputs:
-                    if value not in seen:
-                        seen.add(value)
-                        waiting.append(value)
-        return frozenset(seen)
+        ops = self.trace.ops
+        return reachable(values, lambda value: (made for n in self.readers.get(value, ()) for made in ops[n].outputs))
 
     def is_used(self, values: Iterable[int]) -> bool:
         """Return whether the step computes anything with some values; an update under no_grad is no use of them."""
@@ -504,56 +480,57 @@ class Flow:
         ops = [self.trace.ops[number] for number in readers]
         return any(op.records or not self.behind_losses.isdisjoint(op.outputs) for op in ops)
 
-    def is_inside_function(self, op: Op) -> bool:
+    def is_inside_function(self, op: Op | None) -> bool:
         """Return whether an operation ran inside the forward of an autograd Function, where nothing is recorded."""
-        if op.records:
+        if op is None or op.records:
             return False
         if op.switch < 0:
             return self.trace.recording_at_start
         return "Function.forward" in self.trace.switches[op.switch].by
 
-    def _is_made_inside_function(self, value: int) -> bool:
-        number = self.maker.get(value)
-        return number is not None and self.is_inside_function(self.trace.ops[number])
+    @cached_property
+    def _behind_rejoined(self) -> frozenset[int]:
+        """Every value that the result of a Function was computed from, if a loss was computed from that."""
+        return self.sources(self.behind_losses.intersection(self.trace.rejoined))
+
+    def _passes_gradient(self, code: int, inside: bool) -> bool:
+        return bool(code & 1) or (inside and self.is_inside_function(self.made_by(code >> 1)))
+
+    def _gradient_stops(self, value: int, op: Op) -> bool:
+        """Return whether no gradient can be at a value, because its operation did not connect it."""
+        return value not in self.connected and not (self.is_inside_function(op) and value in self._behind_rejoined)
 
     @cached_property
-    def _live(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the values that a gradient comes back to, and the unconnected ones that are read right beside them."""
-        live, beside = set(self.losses), set()
-        waiting = list(live)
-        while waiting:
-            value = waiting.pop()
-            number = self.maker.get(value)
-            if number is None:
-                continue
-            op = self.trace.ops[number]
+    def _live(self) -> frozenset[int]:
+        """The values that a gradient comes back to, and the losses."""
+
+        def targets(value: int) -> list[int]:
+            op = self.made_by(value)
+            if op is None or self._gradient_stops(value, op):
+                return []
             inside = self.is_inside_function(op)
-            if not (value in self.connected or (inside and value in self._behind_rejoined)):
-                beside.add(value)
-                continue
-            for code in op.inputs:
-                read = code >> 1
-                if not (code & 1 or (inside and self._is_made_inside_function(read))):
-                    beside.add(read)
-                elif read not in live:
-                    live.add(read)
-                    waiting.append(read)
-        return frozenset(live), frozenset(beside)
+            return [code >> 1 for code in op.inputs if self._passes_gradient(code, inside)]
+
+        return reachable(self.losses, targets)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """Return the operations that cut something off from the losses: on each path the one nearest to the loss."""
-        seen = set(self._live[1])
-        waiting, found = list(seen), set()
-        while waiting:
-            number = self.maker.get(waiting.pop())
-            for code in self.trace.ops[number].inputs if number is not None else ():
-                if code & 1:
-                    found.add(number)
-                elif code >> 1 not in seen:
-                    seen.add(code >> 1)
-                    waiting.append(code >> 1)
-        return tuple(sorted(number for number in found if number is not None))
+        """The operations that cut something off from the losses: on each path the one nearest to the loss."""
+        beside = set()
+        for value in self._live:
+            op = self.made_by(value)
+            if op is not None and self._gradient_stops(value, op):
+                beside.add(value)
+            elif op is not None:
+                inside = self.is_inside_function(op)
+                beside.update(code >> 1 for code in op.inputs if not self._passes_gradient(code, inside))
+
+        def unconnected(value: int) -> list[int]:
+            op = self.made_by(value)
+            return [code >> 1 for code in op.inputs if not code & 1] if op is not None else []
+
+        makers = {self.maker[value] for value in reachable(beside, unconnected) if value in self.maker}
+        return tuple(sorted(number for number in makers if self.trace.ops[number].connected_sources))
 
     def cuts_of(self, values: Iterable[int]) -> list[int]:
         """Return the cuts of some values, the one nearest to the loss first."""
@@ -562,28 +539,33 @@ class Flow:
 
     @cached_property
     def _before_cut(self) -> dict[int, frozenset[int]]:
-        """Return for each cut the values whose gradient it stops."""
-        return {
-            number: self.sources((code >> 1 for code in self.trace.ops[number].inputs if code & 1), connected=True)
-            for number in self.cuts
-        }
+        """For each cut, the values whose gradient it stops."""
+
+        def connected(value: int) -> list[int]:
+            codes = op.inputs if (op := self.made_by(value)) is not None else ()
+            return [code >> 1 for code in codes if self._passes_gradient(code, inside=True)]
+
+        return {number: reachable(self.trace.ops[number].connected_sources, connected) for number in self.cuts}
 
     def is_connected(self, values: Iterable[int]) -> bool:
         """Return whether a gradient comes back from a loss to any of these values."""
-        return not self._live[0].isdisjoint(values)
+        return not self._live.isdisjoint(values)
 
     def is_cut(self, op: Op) -> bool:
-        """Return whether an operation cuts."""
         results = [value for value in op.outputs if value in self.behind_losses]
         if not results or any(value in self.connected for value in results):
             return False
         return not (self.is_inside_function(op) and any(value in self._behind_rejoined for value in results))
 
-    @cached_property
-    def _behind_rejoined(self) -> frozenset[int]:
-        """Return every value that the result of a Function was computed from, if a loss was computed from that."""
-        return self.sources(self.behind_losses.intersection(self.trace.rejoined))
-
     def reaches_loss(self, start: Iterable[int]) -> bool:
         """Return whether a loss was computed from any of these values, connected or not."""
         return not self.behind_losses.isdisjoint(start)
+
+    def bare_value(self, value: int) -> int:
+        """Return the value that a value is a view or the magnitude of."""
+        for _ in range(6):
+            op = self.made_by(value)
+            if op is None or not op.inputs or not (op.operator.view or op.name in ("abs", "lift_fresh")):
+                break
+            value = op.sources[0]
+        return value

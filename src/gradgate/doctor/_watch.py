@@ -1,11 +1,14 @@
-"""`watch`: a look at the gradients before the optimizer uses them, and a replay of the step when they are bad."""
+"""`watch`: a check of the gradients before the optimizer uses them, and a replay of the step when they are bad."""
 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from statistics import median
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -14,15 +17,15 @@ import torch
 from gradgate._checks import check_module
 from gradgate._names import describe, listed
 from gradgate._patches import Patches, to_the_end
-from gradgate._state import FiniteCheck, RandomState
+from gradgate._state import BufferCopies, FiniteCheck, RandomState
 from gradgate._text import user_level
 from gradgate._torch_distributed import WatchedRanks
 from gradgate._torch_private import ThreadModes, copy_tensors, step_hooks, undispatched, write_grad_mode
-from gradgate.doctor._case import namespaces_of
-from gradgate.doctor._diagnose import Examination
+from gradgate.doctor._case import finding_at, namespaces_of
+from gradgate.doctor._diagnose import GROWS, WINDOW, Examination, runaway
 from gradgate.doctor._diagnosis import Diagnosis
-from gradgate.doctor._history import GradientLog
-from gradgate.doctor._numerics import bad_kind, local_values
+from gradgate.doctor._numerics import bad_kind, is_readable, local_values, norm_of, total
+from gradgate.doctor._tracer import parameters_of
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, BadStepError, BadStepWarning
 from gradgate.records import Finding
 
@@ -32,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class StepSnapshot:
-    """What a model and its surroundings were before a step."""
+    """The state of a model and its surroundings before a step."""
 
     # Buffers and the random states are copied at the start of each step. Weights are copied only when an optimizer is
     # about to write to them, because until then they are what they were.
@@ -40,43 +43,42 @@ class StepSnapshot:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._buffers: list[torch.Tensor] = []
-        self._buffer_copies: list[torch.Tensor] = []
-        self._weights: dict[torch.Tensor, torch.Tensor] = {}
-        self._written: dict[torch.Tensor, torch.Tensor] = {}
+        self._buffer_copies = BufferCopies([])
+        self._weights: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], BufferCopies]] = {}
+        self._written: list[torch.optim.Optimizer] = []
         self._random = RandomState(parameter.device for parameter in model.parameters())
-        self._states: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+        self._states: dict[torch.optim.Optimizer, dict[str, Any]] = {}
 
     def take(self) -> None:
-        """Remember the state of now."""
         buffers = list(self._model.buffers())
-        if [id(x) for x in buffers] != [id(x) for x in self._buffers] or any(
-            x.shape != y.shape or x.dtype != y.dtype for x, y in zip(buffers, self._buffer_copies, strict=False)
-        ):
-            self._buffers, self._buffer_copies = buffers, [torch.empty_like(x) for x in buffers]
+        if not _same(buffers, self._buffers):
+            self._buffers, self._buffer_copies = buffers, BufferCopies(buffers)
         with torch.no_grad():
-            copy_tensors(self._buffer_copies, buffers)
+            self._buffer_copies.take()
         self._random.remember()
-        self._written = {}
+        self._written = []
 
     def before_write(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the weights that an optimizer is about to write to."""
-        held = [p for group in optimizer.param_groups for p in group["params"] if p not in self._written]
-        for parameter in held:
-            if parameter not in self._weights or self._weights[parameter].shape != parameter.shape:
-                self._weights[parameter] = torch.empty_like(parameter, requires_grad=False)
-            self._written[parameter] = self._weights[parameter]
+        """Copy the weights that an optimizer is about to write to for the first time in this step."""
+        if optimizer in self._written:
+            return
+        parameters = parameters_of(optimizer)
+        if optimizer not in self._weights or not _same(parameters, self._weights[optimizer][0]):
+            self._weights[optimizer] = parameters, BufferCopies(parameters)
         with torch.no_grad():
-            copy_tensors([self._weights[p] for p in held], held)
+            self._weights[optimizer][1].take()
+        self._written.append(optimizer)
 
     def before_replayed_write(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the state of an optimizer that a replayed step is about to use."""
-        if not any(optimizer is known for known, _ in self._states):
-            self._states.append((optimizer, copy.deepcopy(optimizer.state_dict())))
+        """Copy the state of an optimizer that a replayed step is about to use."""
+        if optimizer not in self._states:
+            self._states[optimizer] = copy.deepcopy(optimizer.state_dict())
 
     def rewound(self, function: Callable[[], Result]) -> Result:
-        """Run a function from the remembered state, and return to the state of now after it."""
+        """Run a function from the state before the step, and return to the present state after it."""
         parameters = list(self._model.parameters())
-        tensors = [*parameters, *self._model.buffers(), *self._written]
+        written = [parameter for optimizer in self._written for parameter in parameters_of(optimizer)]
+        tensors = [*parameters, *self._model.buffers(), *written]
         kept = [tensor.detach().clone() for tensor in tensors]
         gradients = [(p, p.grad) for p in parameters]
         random = RandomState(parameter.device for parameter in parameters)
@@ -91,15 +93,15 @@ class StepSnapshot:
                 parameter.grad = gradient
             for module, mode in training:
                 module.training = mode
-            for optimizer, state in self._states:
+            for optimizer, state in self._states.items():
                 optimizer.load_state_dict(state)
             random.restore()
             modes.restore()
 
         try:
-            with torch.no_grad():
-                copy_tensors(list(self._written), list(self._written.values()))
-                copy_tensors(self._buffers, self._buffer_copies)
+            for optimizer in reversed(self._written):
+                self._weights[optimizer][1].put_back()
+            self._buffer_copies.put_back()
             for parameter in parameters:
                 parameter.grad = None
             self._random.restore()
@@ -108,6 +110,10 @@ class StepSnapshot:
         finally:
             to_the_end(come_back)
             self._states.clear()
+
+
+def _same(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return [id(tensor) for tensor in tensors] == [id(other) for other in others]
 
 
 _check = FiniteCheck()
@@ -120,8 +126,86 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
         return not _check.has_nonfinite(local)
 
 
-# --- the watch --------------------------------------------------------------------------------------------------------
+# --- the norms of many steps ------------------------------------------------------------------------------------------
 
+_ENOUGH = 20  # norms before a norm can be out of their range
+_OUT_OF_RANGE = 10.0  # times 1.4826 MAD over the median, and times the median itself
+_STILL = 100  # steps after which weights are compared with what they were
+
+
+class GradientLog:
+    """The gradient norm of each step and, every 100 steps, the weights: one more pass over the gradients."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self._norms: deque[float] = deque(maxlen=100)
+        self._series: list[tuple[int, float]] = []
+        self._weights: dict[int, float] = {}
+        self._ran_away = False
+
+    def observe(self, held: list[torch.Tensor], names: dict[int, str], lr: float | None) -> Iterator[Finding]:
+        """Record the gradients before an update, and yield what is new: a norm out of range, or weights that stay."""
+        local = [local_values(p.grad) for p in held if p.grad is not None]
+        with undispatched(), torch.no_grad():
+            norm = float(torch.nn.utils.get_total_norm([x for x in local if is_readable(x)]))
+        if math.isfinite(norm):
+            yield from self._out_of_range(norm, held, names)
+            yield from self._running_away(norm, lr)
+            self._norms.append(norm)
+        self.updates += 1
+        if self.updates % _STILL == 1:
+            yield from self._not_moved(held, names)
+
+    def _out_of_range(self, norm: float, held: list[torch.Tensor], names: dict[int, str]) -> Iterator[Finding]:
+        if len(self._norms) < _ENOUGH:
+            return
+        middle = median(self._norms)
+        spread = 1.4826 * median(abs(x - middle) for x in self._norms)
+        if norm > middle + _OUT_OF_RANGE * spread and norm > _OUT_OF_RANGE * middle:
+            largest = max(held, key=lambda p: norm_of(local_values(p.grad)) if p.grad is not None else 0.0)
+            name = names.get(id(largest), "a parameter")
+            yield finding_at(
+                None,
+                f"warning GG308: the gradient norm left its range at step {self.updates}: {norm:.3g}, most of it in "
+                f"{name}",
+                reason=f"The median of the last {len(self._norms)} steps is {middle:.3g}, the spread {spread:.3g}.",
+                fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     # or look at the batch of this step",
+                module=name.rpartition(".")[0] or None,
+            )
+
+    def _running_away(self, norm: float, lr: float | None) -> Iterator[Finding]:
+        self._series = [*self._series[-2 * WINDOW :], (self.updates, norm)]
+        last = [size for _, size in self._series[-3:]]
+        # One large gradient is no trend.
+        grows = last == sorted(last) and last[0] > GROWS * max(1.0, min(size for _, size in self._series))
+        found = runaway(self._series) if grows and not self._ran_away else None
+        if found is not None:
+            self._ran_away = True
+            change = f"the gradient norm grows from {found.before:.3g} to {found.after:.3g}"
+            rate = f" with a learning rate of {lr:g}" if lr is not None else ""
+            yield finding_at(
+                None,
+                f"error GG907: the training runs away since update {found.update}: {change}{rate}",
+                reason="Each update goes too far, so that the next gradient is larger.",
+                fix=f"lr={lr / 100:g}     # and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" if lr else "",
+            )
+
+    def _not_moved(self, held: list[torch.Tensor], names: dict[int, str]) -> Iterator[Finding]:
+        with undispatched(), torch.no_grad():
+            now = {id(p): float(total(local_values(p)).real) for p in held if p.requires_grad and is_readable(p)}
+        still = [names[number] for number, size in now.items() if self._weights.get(number) == size and number in names]
+        self._weights = now
+        have = "has" if len(still) == 1 else "have"
+        if still:
+            yield finding_at(
+                None,
+                f"warning GG309: {listed(still, 4)} {have} not moved for {_STILL} steps",
+                reason="The optimizer holds it, and its values are the same to the last bit.",
+                fix="gg.diagnose(step_fn, model=model)     # names the line that takes the gradient away",
+            )
+
+
+# --- the watch --------------------------------------------------------------------------------------------------------
 
 OnBad = Literal["raise", "warn", "skip"]
 
@@ -155,7 +239,7 @@ class Watch:
         self._mine: dict[int, bool] = {}
         self._snapshot = StepSnapshot(model)
         self._step_fn: Callable[[], Any] | None = None
-        self._looked = False
+        self._checked = False
         self._replaying = False
         self._patches = Patches()
         self._ranks = WatchedRanks(model)
@@ -200,11 +284,11 @@ class Watch:
             gradgate.errors.BadStepError: the gradient of weight, bias is not finite...
         """
         self._snapshot.take()
-        self._step_fn, self._looked = step_fn, False
+        self._step_fn, self._checked = step_fn, False
         try:
             result = step_fn()
-            if not self._looked:
-                self._look(self._model.parameters())
+            if not self._checked:
+                self._check(self._model.parameters())
         except BadStepError:
             raise
         except Exception as error:
@@ -222,9 +306,9 @@ class Watch:
         if self._step_fn is not None and not self._replaying:
             self._snapshot.before_write(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = parameters_of(optimizer)
         if closure is None:
-            self._look(held)
+            self._check(held)
             if not self._replaying:
                 rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
                 self.findings += tuple(self._log.observe(held, self._names, max(rates, default=None)))
@@ -235,26 +319,22 @@ class Watch:
 
         def watched() -> Any:
             loss = closure()
-            self._look(held)
+            self._check(held)
             return loss
 
         return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
 
     def _is_mine(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._optimizer is not None:
-            return True
-        known = self._mine.get(id(optimizer))
-        if known is None:
+        if id(optimizer) not in self._mine:
             own = {id(parameter) for parameter in self._model.parameters()}
-            known = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-            self._mine[id(optimizer)] = known
-        return known
+            shared = any(id(parameter) in own for parameter in parameters_of(optimizer))
+            self._mine[id(optimizer)] = self._optimizer is not None or shared
+        return self._mine[id(optimizer)]
 
-    def _look(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._looked = True
+    def _check(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._checked = True
         held = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-        if self._ranks.any(not all_finite(gradients)):
+        if self._ranks.any(not all_finite(parameter.grad for parameter in held if parameter.grad is not None)):
             if self._replaying:
                 raise _Seen
             self._bad(held)
@@ -262,7 +342,7 @@ class Watch:
     def _bad(self, held: list[torch.Tensor]) -> None:
         self.bad_steps += 1
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        own = [names.get(id(p), describe(p)) for p in held if p.grad is not None and _is_bad(p.grad)]
+        own = [names.get(id(p), describe(p)) for p in held if p.grad is not None and bad_kind(local_values(p.grad))]
         found = self._ranks.union(own)
         bad = [name for name in names.values() if name in found] + [name for name in own if name not in names.values()]
         # Backward comes from the loss, so the last layer that is bad was bad first.
@@ -287,16 +367,9 @@ class Watch:
         examination = Examination(self._model, [*namespaces_of(step_fn), *self._namespaces])
 
         def replayed() -> Diagnosis:
-            raised: BaseException | None = None
-            try:
-                with examination.running():
-                    examination.run(step_fn)
-            except _Seen:
-                raised = None
-            except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
-                raised = error
+            raised = examination.attempt(step_fn)
             self._replaying = False
-            return examination.diagnosis(raised)
+            return examination.diagnosis(None if isinstance(raised, _Seen) else raised)
 
         try:
             self._replaying = True
@@ -307,11 +380,7 @@ class Watch:
 
 
 class _Seen(Exception):
-    """The replay has come to the point where the optimizer would write: everything has been seen."""
-
-
-def _is_bad(gradient: torch.Tensor) -> bool:
-    return bad_kind(local_values(gradient)) is not None
+    """The replay has reached the point where the optimizer would write."""
 
 
 def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, on_bad: OnBad = "raise") -> Watch:

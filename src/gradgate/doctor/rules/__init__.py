@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from gradgate._source import locate_traceback
 from gradgate._text import text_of
 from gradgate.doctor._case import SEVERITIES, Case, finding_at
-from gradgate.doctor.rules._gradients import (
-    explain_parameters,
-    find_cuts,
-    find_loss_without_graph,
-    find_sizes,
-    find_zeros,
-)
-from gradgate.doctor.rules._inplace import find_leaf_edits, find_overwrites, find_second_backward
-from gradgate.doctor.rules._modes import (
-    find_eval_left_on,
-    find_inference_tensors,
-    find_recording_off,
-    find_statistics,
-    find_written_modes,
-)
-from gradgate.doctor.rules._nonfinite import find_nonfinite, find_traps
-from gradgate.doctor.rules._optimizer import find_optimizer_faults, find_unregistered
+from gradgate.doctor.rules import _gradients, _inplace, _modes, _nonfinite, _optimizer
 from gradgate.records import Finding
 
 # --- a step that raised, or never called backward ---------------------------------------------------------------------
-
-
-def find_unused_in_grad(case: Case) -> Iterator[Finding]:
-    """Explain "appears to not have been used in the graph", which torch.autograd.grad says without a name."""
-    errors = [e for e in case.errors if "appears to not have been used in the graph" in e.text and e.backward >= 0]
-    if not errors:
-        return
-    inputs = case.trace.backwards[errors[-1].backward].inputs or ()
-    found = re.search(r"at index (\d+)", errors[-1].text)
-    wanted = inputs[int(found[1]) : int(found[1]) + 1] if found else inputs
-    asked = {name: p for name, p in case.parameters.items() if id(p) in wanted}
-    yield from explain_parameters(case, asked)
 
 
 def find_backward_missing(case: Case) -> Iterator[Finding]:
@@ -50,9 +21,7 @@ def find_backward_missing(case: Case) -> Iterator[Finding]:
     if not case.trace.backwards and case.trace.ops:
         yield finding_at(
             None,
-            "GG003",
-            "error",
-            "backward() was not called in this step",
+            "error GG003: backward() was not called in this step",
             reason="Without backward() no parameter gets a gradient. The step also returned no loss to call it on.",
             fix="loss.backward()     # or: return loss from the step",
         )
@@ -67,9 +36,7 @@ def find_raised(case: Case) -> Iterator[Finding]:
     if "grad can be implicitly created only for scalar outputs" in text_of(error):
         yield finding_at(
             where,
-            "GG004",
-            "error",
-            "backward() needs one number, and this is a tensor of several",
+            "error GG004: backward() needs one number, and this is a tensor of several",
             reason="Only a single number has a gradient that is not ambiguous.",
             fix="loss.mean().backward()",
         )
@@ -78,9 +45,7 @@ def find_raised(case: Case) -> Iterator[Finding]:
     text = text_of(error).strip().splitlines()
     yield finding_at(
         where,
-        "GG002",
-        "error",
-        f"the step raised {type(error).__name__}{': ' + text[0] if text else ''}",
+        f"error GG002: the step raised {type(error).__name__}{': ' + text[0] if text else ''}",
         reason="This line of your code was running.",
         fix="",
         module=case.names.of_module(module),
@@ -89,31 +54,30 @@ def find_raised(case: Case) -> Iterator[Finding]:
 
 # --- all rules --------------------------------------------------------------------------------------------------------
 
-
 Rule = Callable[[Case], Iterator[Finding]]
 
 # Each explains what a step may raise; if none does, `find_raised` says at least where it was.
 _ON_ERRORS: tuple[Rule, ...] = (
-    find_overwrites,
-    find_leaf_edits,
-    find_loss_without_graph,
-    find_unused_in_grad,
-    find_second_backward,
-    find_inference_tensors,
+    _inplace.find_overwrites,
+    _inplace.find_leaf_edits,
+    _gradients.find_loss_without_graph,
+    _gradients.find_unused_in_grad,
+    _inplace.find_second_backward,
+    _modes.find_inference_tensors,
 )
 _ALWAYS: tuple[Rule, ...] = (
     find_backward_missing,
-    find_cuts,
-    find_nonfinite,
-    find_zeros,
-    find_sizes,
-    find_traps,
-    find_recording_off,
-    find_written_modes,
-    find_eval_left_on,
-    find_statistics,
-    find_unregistered,
-    find_optimizer_faults,
+    _gradients.find_cuts,
+    _nonfinite.find_nonfinite,
+    _gradients.find_zeros,
+    _gradients.find_sizes,
+    _nonfinite.find_traps,
+    _modes.find_recording_off,
+    _modes.find_written_modes,
+    _modes.find_eval_left_on,
+    _modes.find_statistics,
+    _optimizer.find_unregistered,
+    _optimizer.find_optimizer_faults,
 )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,30 +19,24 @@ from gradgate._torch_private import undispatched
 from gradgate.doctor._case import Case, Unused, finding_at, module_of_names
 from gradgate.doctor._numerics import is_readable, norm_of
 from gradgate.doctor._trace import Escape, Op, ZeroGradient
+from gradgate.doctor._tracer import parameters_of
 from gradgate.records import Finding, Severity
 
 # --- no gradient ------------------------------------------------------------------------------------------------------
 
 
-Cut = tuple[str, Location | SourceLine | None, Location | None]
+class CutPoint(NamedTuple):
+    """How and where a value leaves autograd, and the line inside of a block that does it."""
+
+    kind: str
+    where: Location | SourceLine | None
+    inside: Location | None = None
+
+
 _ON_PURPOSE = ("detach", "data", "no_grad", "inference_mode")
-
-
-_COMPARISONS = {
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "eq",
-    "ne",
-    "isnan",
-    "isfinite",
-    "isinf",
-    "logical_and",
-    "logical_or",
-    "logical_not",
-}
-_INDEX_OPS = {"argmax", "argmin", "argsort", "nonzero", "bucketize", "searchsorted", "bincount", "histc", "multinomial"}
+_COMPARISONS = {"gt", "ge", "lt", "le", "eq", "ne", "isnan", "isfinite", "isinf"}
+_INDEX_OPS = {"nonzero", "bucketize", "searchsorted", "bincount", "histc", "multinomial"}
+_ROUTING = {"topk", "max", "argmax", "sort", "argsort", "multinomial", "nonzero", "kthvalue"}
 
 # How a value leaves autograd, why that is so, and what to write instead.
 _CUTS: dict[str, tuple[str, str]] = {
@@ -115,8 +111,18 @@ def find_cuts(case: Case) -> Iterator[Finding]:
     if case.exception is not None and not (passes[-1].completed and "NoneType" in text_of(case.exception)):
         return
     yield from _frozen(case)
-    lost = {name: p for name, p in case.parameters.items() if p.requires_grad and _is_lost(case, p)}
-    yield from explain_parameters(case, lost)
+    yield from _explain(case, {name: p for name, p in case.parameters.items() if p.requires_grad and _is_lost(case, p)})
+
+
+def find_unused_in_grad(case: Case) -> Iterator[Finding]:
+    """Explain "appears to not have been used in the graph", which torch.autograd.grad says without a name."""
+    errors = [e for e in case.errors if "appears to not have been used in the graph" in e.text and e.backward >= 0]
+    if not errors:
+        return
+    inputs = case.trace.backwards[errors[-1].backward].inputs or ()
+    found = re.search(r"at index (\d+)", errors[-1].text)
+    wanted = inputs[int(found[1]) : int(found[1]) + 1] if found else inputs
+    yield from _explain(case, {name: p for name, p in case.parameters.items() if id(p) in wanted})
 
 
 def find_loss_without_graph(case: Case) -> Iterator[Finding]:
@@ -124,45 +130,35 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
     errors = [e for e in case.errors if "does not require grad and does not have a grad_fn" in e.text]
     if not errors or not case.trace.backwards:
         return
-    title = "the loss is not connected to any parameter: element 0 of tensors does not require grad"
     severity, backward = case.severity_of(errors[-1]), case.trace.backwards[errors[-1].backward].location
+    title = "the loss is not connected to any parameter: element 0 of tensors does not require grad"
     learners = {name: p for name, p in case.parameters.items() if p.requires_grad}
-    frozen = [name for name, p in case.parameters.items() if not p.requires_grad]
-    used = [n for n in frozen if _is_read_after_cuts(case, case.parameters[n])]
-    switched = [case.frozen_at[id(case.parameters[n])] for n in used if id(case.parameters[n]) in case.frozen_at]
+    frozen = {name: p for name, p in case.parameters.items() if not p.requires_grad}
+    used = [name for name, p in frozen.items() if _is_read_after_cuts(case, p)]
+    switched = [case.frozen_at[id(frozen[name])] for name in used if id(frozen[name]) in case.frozen_at]
     if switched or (frozen and not learners):
+        names = used or list(frozen)
         yield finding_at(
             switched[0].location if switched else backward,
-            "GG201",
-            severity,
-            title,
-            reason=f"{listed(used or frozen, 4)} {_are(used or frozen)} frozen: requires_grad is False"
+            f"{severity} GG201: {title}",
+            reason=f"{listed(names, 4)} {_are(names)} frozen: requires_grad is False"
             + (", switched off at this line and not on again." if switched else "."),
             fix="model.requires_grad_(True)     # before the step that trains it",
-            module=module_of_names(used or frozen),
+            module=module_of_names(names),
             also=[backward],
         )
         return
-    cuts = [cause for cause in explain_parameters(case, learners) if cause.code == "GG101"]
+    cuts = [cause for cause in _explain(case, learners) if cause.code == "GG101"]
     if cuts:
-        first = cuts[0]
-        yield Finding(
-            code="GG201",
-            severity=severity,
-            title=title,
-            where=first.where,
-            source=first.source,
-            module=first.module,
-            reason=f"Every path from the parameters to the loss is cut. Here: {first.reason}",
-            fix=first.fix,
-            also=(*((backward.text,) if backward else ()), *(cut.where for cut in cuts[1:] if cut.where)),
+        reason = f"Every path from the parameters to the loss is cut. Here: {cuts[0].reason}"
+        also = (backward.text if backward else None, *(cut.where for cut in cuts[1:]))
+        yield replace(
+            cuts[0], code="GG201", severity=severity, title=title, reason=reason, also=tuple(filter(None, also))
         )
         return
     yield finding_at(
         backward,
-        "GG201",
-        severity,
-        title,
+        f"{severity} GG201: {title}",
         reason="No tensor that requires grad takes part in the loss.",
         fix="loss = loss_fn(model(x), y)     # computed from the model's output",
     )
@@ -170,7 +166,7 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
 
 def _is_read_after_cuts(case: Case, parameter: torch.Tensor) -> bool:
     """Return whether a loss was computed from a parameter, and nearer to the loss than any cut."""
-    values = case.values_of.get(id(parameter), [])
+    values = case.values_of(id(parameter))
     last = max((number for value in values for number in case.flow.readers.get(value, ())), default=-1)
     return case.flow.reaches_loss(values) and last > max(case.flow.cuts, default=-1)
 
@@ -185,9 +181,9 @@ def _is_lost(case: Case, parameter: torch.Tensor) -> bool:
     gradient = case.gradient(parameter)
     if gradient.present and not gradient.zero:
         return False
-    connected = case.flow.is_connected(case.values_of.get(id(parameter), []))
     # zero_grad(set_to_none=False) leaves zeros if no gradient arrives; zero_grad() after backward takes all away.
-    return not connected if gradient.present or case.is_cleared else True
+    cleared = any(step.idle and step.backwards for step in case.trace.optimizer_steps)
+    return not (gradient.present or cleared) or not case.flow.is_connected(case.values_of(id(parameter)))
 
 
 def _frozen(case: Case) -> Iterator[Finding]:
@@ -195,14 +191,14 @@ def _frozen(case: Case) -> Iterator[Finding]:
     if not frozen:
         return
     switched = [case.frozen_at[id(p)] for name in frozen if id(p := case.parameters[name]) in case.frozen_at]
-    held = [[p for g in step.optimizer.param_groups for p in g["params"]] for step in case.trace.optimizer_steps]
+    held = [parameters_of(step.optimizer) for step in case.trace.optimizer_steps]
     everything = len(frozen) == len(case.parameters) or any(ps and not any(p.requires_grad for p in ps) for ps in held)
-    again = [switch for switch in switched if switch.again or case.one_step]
+    again = any(switch.again or case.one_step for switch in switched)
+    severity = "error" if everything else "warning" if again else "info"
+    who = "all parameters are" if everything else f"{listed(frozen, 4)} {_are(frozen)}"
     yield finding_at(
         switched[0].location if switched else None,
-        "GG104",
-        "error" if everything else "warning" if again else "info",
-        f"{'all parameters are' if everything else f'{listed(frozen, 4)} {_are(frozen)}'} frozen",
+        f"{severity} GG104: {who} frozen",
         reason="requires_grad is False, so no gradient is computed for it."
         + (" This line switched it off, and no line switched it on again before the step." if switched else ""),
         fix="parameter.requires_grad_(True)     # if it ought to learn",
@@ -210,58 +206,49 @@ def _frozen(case: Case) -> Iterator[Finding]:
     )
 
 
-def explain_parameters(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Finding]:
-    """Say why parameters get no gradient."""
-    by_cut: defaultdict[Cut, list[str]] = defaultdict(list)
+def _explain(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Finding]:
+    """Explain why parameters get no gradient."""
+    by_cut: defaultdict[CutPoint, list[str]] = defaultdict(list)
     unused, aside, refused = [], [], []
     for name, parameter in lost.items():
-        values = case.values_of.get(id(parameter), [])
+        values = case.values_of(id(parameter))
         cuts = case.flow.cuts_of(values)
         if not case.flow.is_used(values):
-            unused.append(name)
+            unused.append(Unused(name, parameter, case.call_of(parameter), _is_routed(case, name)))
         elif cuts:
             for cut in _decisive([cut_of(case, case.trace.ops[number]) for number in cuts]):
                 by_cut[cut].append(name)
         elif case.flow.is_connected(values):
             refused.append(name)
         elif (escape := _escape_of(case, values)) is not None:
-            by_cut[escape.kind, escape.location, None].append(name)
+            by_cut[CutPoint(escape.kind, escape.location)].append(name)
         else:
             aside.append(name)
     yield from _cut_findings(case, by_cut)
-    yield from _refused_by_function(case, refused)
+    if refused and not case.errors:
+        yield _refused(case, refused)
     if aside:
         yield _aside(case, aside)
-    found = [Unused(n, lost[n], case.call_of(lost[n]), _is_routed(case, n)) for n in unused]
     if case.one_step:
-        yield from unused_findings(found)
+        yield from unused_findings(unused)
     else:  # another step may use it
-        case.unused.extend(found)
+        case.unused.extend(unused)
 
 
 def unused_findings(unused: list[Unused]) -> Iterator[Finding]:
-    """Say that parameters are not used; an expert that got no sample in this step is no fault."""
+    """Report parameters that are not used; an expert that got no sample in this step is no fault."""
     for routed in (False, True):
         group = [entry for entry in unused if entry.routed is routed]
         names = [entry.name for entry in group]
-        shown = [repr(name) for name in names[:2]]
-        if group:
-            yield finding_at(
-                group[0].location,
-                "GG102",
-                "info" if routed else "warning",
-                f"{listed(names, 4)} {_are(names)} not used in this step",
-                reason="Others of the same list are used: the samples of this step were routed to them."
-                if routed
-                else "No operation of the step reads it, so it gets no gradient and does not learn.",
-                fix=""
-                if routed
-                else f"use it in forward(), or take it out of the model: gg.freeze(model, {', '.join(shown)})",
-                module=module_of_names(names),
-            )
-
-
-_ROUTING = {"topk", "max", "argmax", "sort", "argsort", "multinomial", "nonzero", "kthvalue"}
+        if not group:
+            continue
+        reason = "No operation of the step reads it, so it gets no gradient and does not learn."
+        fix = "use it in forward(), or take it out of the model: "
+        fix += f"gg.freeze(model, {', '.join(repr(name) for name in names[:2])})"
+        if routed:
+            reason, fix = "Others of the same list are used: the samples of this step were routed to them.", ""
+        headline = f"{'info' if routed else 'warning'} GG102: {listed(names, 4)} {_are(names)} not used in this step"
+        yield finding_at(group[0].location, headline, reason=reason, fix=fix, module=module_of_names(names))
 
 
 def _is_routed(case: Case, name: str) -> bool:
@@ -275,13 +262,13 @@ def _is_routed(case: Case, name: str) -> bool:
             sibling = len(there) == len(parts) and there[position].isdigit() and there[position] != part
             same = sibling and parts[:position] + parts[position + 1 :] == there[:position] + there[position + 1 :]
             if same and case.gradient(parameter).present and parameter.numel() == own.numel():
-                return any(op.operator.name in _ROUTING and any(c & 1 for c in op.inputs) for op in case.trace.ops)
+                return any(op.name in _ROUTING and op.connected_sources for op in case.trace.ops)
     return False
 
 
-def _decisive(cuts: list[Cut]) -> list[Cut]:
+def _decisive(cuts: list[CutPoint]) -> list[CutPoint]:
     """Leave out a mask or an index computed from a value, if the value itself is cut off as well."""
-    return [cut for cut in cuts if cut[0] not in ("comparison", "argmax", "integer", "operator")] or cuts
+    return [cut for cut in cuts if cut.kind not in ("comparison", "argmax", "integer", "operator")] or cuts
 
 
 def _targets(case: Case, names: list[str]) -> list[str]:
@@ -311,54 +298,49 @@ def _twin_prefix(case: Case, name: str, other: str) -> str | None:
     with undispatched(), torch.no_grad():
         if not (is_readable(one) and is_readable(two)) or (one.dim() > 1 and norm_of(one - two) > 0.5 * norm_of(two)):
             return None
-    results = case.flow.results(case.values_of.get(id(one), []))
-    readers = [n for value in case.values_of.get(id(two), []) for n in case.flow.readers.get(value, ())]
-    if any(code >> 1 in results for number in readers for code in case.trace.ops[number].inputs):
+    results = case.flow.results(case.values_of(id(one)))
+    readers = [n for value in case.values_of(id(two)) for n in case.flow.readers.get(value, ())]
+    if any(not results.isdisjoint(case.trace.ops[number].sources) for number in readers):
         return None
     return ".".join(parts[: differing[0] + 1])
 
 
-def _severity(case: Case) -> Severity:
-    return "error" if case.known_model else "warning"
-
-
-def _cut_findings(case: Case, by_cut: dict[Cut, list[str]]) -> Iterator[Finding]:
-    merged: dict[tuple[str, str | None], tuple[Location | SourceLine | None, list[Location | None], list[str]]] = {}
-    for (kind, where, inner), names in by_cut.items():
-        entry = merged.setdefault((kind, where.text if where is not None else None), (where, [], []))
-        entry[1].append(inner)
-        entry[2].extend(name for name in names if name not in entry[2])
-    for (kind, _), (where, inside, names) in merged.items():
-        targets = _targets(case, names) if kind in _ON_PURPOSE else []
-        for group in ([name for name in names if name not in targets], targets):
+def _cut_findings(case: Case, by_cut: dict[CutPoint, list[str]]) -> Iterator[Finding]:
+    merged: dict[tuple[str, str | None], tuple[CutPoint, list[Location | None], dict[str, None]]] = {}
+    for cut, names in by_cut.items():
+        entry = merged.setdefault((cut.kind, cut.where.text if cut.where is not None else None), (cut, [], {}))
+        entry[1].append(cut.inside)
+        entry[2].update(dict.fromkeys(names))
+    for cut, inside, found in merged.values():
+        targets = _targets(case, list(found)) if cut.kind in _ON_PURPOSE else []
+        for group in ([name for name in found if name not in targets], targets):
             if group:
-                yield _cut_finding(case, kind, where, inside, group, on_purpose=group is targets)
+                yield _cut_finding(case, cut, inside, group, on_purpose=group is targets)
 
 
 def _cut_finding(
-    case: Case,
-    kind: str,
-    where: Location | SourceLine | None,
-    inside: list[Location | None],
-    names: list[str],
-    on_purpose: bool,
+    case: Case, cut: CutPoint, inside: list[Location | None], names: list[str], on_purpose: bool
 ) -> Finding:
-    why, fix = _CUTS[kind]
+    why, fix = _CUTS[cut.kind]
     learned = any(case.gradient(p).present for p in case.parameters.values())
     # Nobody said what ought to learn: another network under no_grad may well be a teacher.
-    on_purpose |= kind in ("no_grad", "inference_mode") and not case.known_model and learned
-    them = "it" if len(names) == 1 else "them"
+    on_purpose |= cut.kind in ("no_grad", "inference_mode") and not case.known_model and learned
+    line = cut.where.expression if cut.where is not None else "an unknown line"
+    line = line if len(line) <= 80 else line[:77] + "..."
+    severity = "info" if on_purpose else _severity(case)
     return finding_at(
-        where,
-        "GG101",
-        "info" if on_purpose else _severity(case),
-        f"{listed(names, 4)} {_gets(names)} no gradient: cut at `{_short(where)}`",
-        reason=f"The loss is computed from {them}, but {why}"
+        cut.where,
+        f"{severity} GG101: {listed(names, 4)} {_gets(names)} no gradient: cut at `{line}`",
+        reason=f"The loss is computed from {_them(names)}, but {why}"
         + (" That is as it should be for a target network, the copy of one that learns." if on_purpose else ""),
         fix="" if on_purpose else fix,
         module=module_of_names(names),
         also=inside,
     )
+
+
+def _severity(case: Case) -> Severity:
+    return "error" if case.known_model else "warning"
 
 
 def _are(names: list[str]) -> str:
@@ -369,46 +351,42 @@ def _gets(names: list[str]) -> str:
     return "gets" if len(names) == 1 else "get"
 
 
-def _short(where: Location | SourceLine | None) -> str:
-    text = where.expression if where is not None else "an unknown line"
-    return text if len(text) <= 80 else text[:77] + "..."
+def _them(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"
 
 
-def cut_of(case: Case, op: Op) -> Cut:
-    """Say how an operation cuts."""
-    where = op.location
+def cut_of(case: Case, op: Op) -> CutPoint:
+    """Return how an operation cuts."""
     if not op.records:
-        return _region_of(case, op, where)
-    name = op.operator.name
+        return _unrecorded(case, op)
     if op.arguments and op.arguments[0] in _CUTS:
-        return op.arguments[0], where, None
-    if name in ("detach", "detach_"):
-        return "detach", where, None
-    if name in _COMPARISONS or name.startswith("logical_"):
-        return "comparison", where, None
-    if name in _INDEX_OPS or name.startswith(("arg", "topk")):
-        return "argmax", where, None
-    if name in ("_to_copy", "to"):
-        return "integer", where, None
-    return "operator", where, None
+        kind = op.arguments[0]
+    elif op.name in ("detach", "detach_"):
+        kind = "detach"
+    elif op.name in _COMPARISONS or op.name.startswith("logical_"):
+        kind = "comparison"
+    elif op.name in _INDEX_OPS or op.name.startswith(("arg", "topk")):
+        kind = "argmax"
+    else:
+        kind = "integer" if op.name in ("_to_copy", "to") else "operator"
+    return CutPoint(kind, op.location)
 
 
-def _region_of(case: Case, op: Op, where: Location | None) -> Cut:
+def _unrecorded(case: Case, op: Op) -> CutPoint:
+    where = op.location
     if op.switch >= 0:
         switch = case.trace.switches[op.switch]
         begun: Location | SourceLine | None = switch.location
         if "heckpoint" in switch.by:
-            return "checkpoint", begun, None
+            return CutPoint("checkpoint", begun)
         if isinstance(begun, Location) and where is not None and begun.code is not where.code:
             # A decorator: the line that called the decorated function is not the line that cuts.
             begun = region_header(where, ("no_grad", "set_grad_enabled", "inference_mode")) or begun
-        return "no_grad", begun, where
+        return CutPoint("no_grad", begun, where)
     if any(value in case.trace.inference_values for value in op.outputs):
         header = region_header(where, ("inference_mode",)) if where is not None else None
-        return "inference_mode", header or where, where
-    if not case.trace.recording_at_start:
-        return "off", where, None
-    return "function", where, None
+        return CutPoint("inference_mode", header or where, where)
+    return CutPoint("function" if case.trace.recording_at_start else "off", where)
 
 
 def _escape_of(case: Case, values: list[int]) -> Escape | None:
@@ -423,47 +401,34 @@ def _escape_of(case: Case, values: list[int]) -> Escape | None:
     return next((e for e in reversed(entered) if e.floating), entered[-1] if entered else None)
 
 
-def _refused_by_function(case: Case, names: list[str]) -> Iterator[Finding]:
-    if not names or case.errors:
-        return
-    functions = {f for backward in case.trace.backwards for f in backward.functions.values()}
+def _refused(case: Case, names: list[str]) -> Finding:
+    """Explain parameters that are connected to the loss and get no gradient all the same."""
+    functions = {function for backward in case.trace.backwards for function in backward.functions}
     own = sorted((f for f in functions if not f.__module__.startswith("torch.")), key=lambda f: f.__qualname__)
-    for function in own[:1]:
-        yield finding_at(
-            definition(function.backward.__code__),
-            "GG105",
-            _severity(case),
-            f"{listed(names, 4)} {_gets(names)} no gradient: {function.__name__}.backward() gives None",
+    who = f"{listed(names, 4)} {_gets(names)} no gradient"
+    if own:
+        return finding_at(
+            definition(own[0].backward.__code__),
+            f"{_severity(case)} GG105: {who}: {own[0].__name__}.backward() gives None",
             reason="An autograd Function that returns None for an input stops the gradient there.",
             fix="return a gradient for each tensor that forward() takes, in the same order",
             module=module_of_names(names),
         )
-    if not own:
-        yield finding_at(
-            None,
-            "GG103",
-            "warning",
-            f"{listed(names, 4)} {_gets(names)} no gradient, though connected to the loss",
-            reason="The loss does not depend on it by any way that has a derivative, or a hook took the gradient away.",
-            fix="look at the hooks on it and on what it is used in",
-            module=module_of_names(names),
-        )
+    return finding_at(
+        None,
+        f"warning GG103: {who}, though connected to the loss",
+        reason="The loss does not depend on it by any path that has a derivative, or a hook took the gradient away.",
+        fix="look at the hooks on it and on what it is used in",
+        module=module_of_names(names),
+    )
 
 
 def _aside(case: Case, names: list[str]) -> Finding:
-    last = None
-    for name in names:
-        for value in case.flow.results(case.values_of.get(id(case.parameters[name]), [])):
-            number = case.flow.maker.get(value)
-            if number is not None and (last is None or number > last):
-                last = number
-    where = case.trace.ops[last].location if last is not None else None
-    them = "it" if len(names) == 1 else "them"
+    results = case.flow.results(v for name in names for v in case.values_of(id(case.parameters[name])))
+    last = max((case.flow.maker[value] for value in results if value in case.flow.maker), default=None)
     return finding_at(
-        where,
-        "GG103",
-        "warning",
-        f"{listed(names, 4)} {_are(names)} used, but the loss does not depend on {them}",
+        case.trace.ops[last].location if last is not None else None,
+        f"warning GG103: {listed(names, 4)} {_are(names)} used, but the loss does not depend on {_them(names)}",
         reason="What is computed from it ends here; it never enters the loss, so it gets no gradient.",
         fix="loss = loss + weight * auxiliary_loss     # or leave the computation out",
         module=module_of_names(names),
@@ -474,11 +439,10 @@ def _aside(case: Case, names: list[str]) -> Finding:
 
 
 class Flat(NamedTuple):
-    """One flat to lose a gradient: the beginnings of the names of its nodes, and what to say about it."""
+    """One way to lose a gradient: the beginnings of the names of its nodes, and what to say about it."""
 
     nodes: tuple[str, ...]
-    code: str
-    severity: Severity
+    kind: str
     why: str
     fix: str
 
@@ -486,48 +450,42 @@ class Flat(NamedTuple):
 _FLAT = (
     Flat(
         ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside", "Frac", "Sgn"),
-        "GG301",
-        "error",
+        "error GG301",
         "a step function is flat everywhere, so its gradient is zero.",
         "y = gg.straight_through(x.round(), x)     # the value of the first, the gradient of the second",
     ),
     Flat(
         ("Relu", "Threshold", "LeakyRelu", "Hardtanh", "Relu6"),
-        "GG302",
-        "warning",
+        "warning GG302",
         "every unit is at zero for every sample (dead ReLU), so no gradient comes back through it.",
         "nn.LeakyReLU(0.01)     # or a smaller learning rate, or another initialisation of the bias",
     ),
     Flat(
         ("Sigmoid", "Tanh", "Softmax", "LogSoftmax", "Hardsigmoid", "Gelu", "Erf"),
-        "GG303",
-        "warning",
+        "warning GG303",
         "every unit is saturated: the function is flat there in floating point.",
         "normalise what goes in (nn.LayerNorm), or use the loss that takes logits",
     ),
     Flat(
         ("Clamp", "Minimum", "Maximum", "Hardswish"),
-        "GG303",
-        "warning",
+        "warning GG303",
         "every value lies outside the range of the clamp, where it is flat.",
         "y = gg.straight_through(x.clamp(low, high), x)     # clamps the value, keeps the gradient",
     ),
     Flat(
         ("Where", "MaskedFill", "MaskedScatter", "IndexPut", "Index", "MaskedSelect"),
-        "GG305",
-        "warning",
+        "warning GG305",
         "the mask throws everything away in this step.",
         "losses.reduce(per_element, keep=keep)     # and look at how the mask is made",
     ),
     Flat(
         ("Mul", "Mm", "Addmm", "Bmm", "Convolution", "Div", "Dot", "Mv", "Einsum", "Linear", "NativeDropout"),
-        "GG304",
-        "warning",
+        "warning GG304",
         "it is multiplied by zero.",
         "look at the factor: a loss weight, a mask or a layer that gives only zeros",
     ),
 )
-_UNKNOWN = Flat((), "GG305", "info", "nothing of it is left.", "look at what this line gives")
+_UNKNOWN = Flat((), "info GG305", "nothing of it is left.", "look at what this line gives")
 _LINEAR = _FLAT[-1].nodes
 _VANISHED = 1e-8
 _EXPLODED = 1e8
@@ -537,69 +495,67 @@ def find_zeros(case: Case) -> Iterator[Finding]:
     """Explain every parameter whose gradient is all zero."""
     if case.exception is not None or case.trace.overwrites:
         return
-    flow = case.flow
     idle = {
         name: p
         for name, p in case.parameters.items()
         if case.gradient(p).present and case.gradient(p).zero and p.requires_grad and p.numel()
     }
     blamed: defaultdict[ZeroGradient, list[str]] = defaultdict(list)
+    zeros = [zero for zero in case.trace.zeros if zero.op >= 0]
+    causes: dict[ZeroGradient, ZeroGradient | None] = {}
     # Gradients that came by several paths and cancel each other (a bias under D(fake) - D(real)) are no fault.
     cancelled = set().union(*(backward.leaves_with_gradient() for backward in case.trace.backwards)) if idle else set()
     for name, parameter in idle.items():
-        values = set(case.values_of.get(id(parameter), []))
-        if not flow.is_connected(values) or id(parameter) in cancelled:
+        values = case.values_of(id(parameter))
+        if not case.flow.is_connected(values) or id(parameter) in cancelled:
             continue
-        births = [z for z in case.trace.zeros if z.op >= 0 and values & flow.sources(_inputs_of(case, z))]
-        birth = _culprit(case, births)
+        results = case.flow.results(values)
+        births = [zero for zero in zeros if not results.isdisjoint(case.trace.ops[zero.op].sources)]
+        birth = _culprit(case, births, causes)
         if birth is not None:
             blamed[birth].append(name)
     for birth, names in blamed.items():
         yield _zero_finding(case, birth, names)
 
 
-def _inputs_of(case: Case, zero: ZeroGradient) -> list[int]:
-    return [code >> 1 for code in case.trace.ops[zero.op].inputs]
-
-
-def _culprit(case: Case, births: list[ZeroGradient]) -> ZeroGradient | None:
+def _culprit(
+    case: Case, births: list[ZeroGradient], causes: dict[ZeroGradient, ZeroGradient | None]
+) -> ZeroGradient | None:
     """Choose the cause: what flattens goes before what multiplies, and a factor that learns is no fault."""
-    flat = [z for z in births if not z.node_name.startswith(_LINEAR)]
+    flat = [zero for zero in births if not zero.node_name.startswith(_LINEAR)]
     if flat:
         return flat[-1]
     for zero in births:
-        if _is_factor_that_learns(case, zero):
-            return None
-        behind = case.flow.sources(_inputs_of(case, zero))
-        for other in case.trace.zeros:
-            made = set(case.trace.ops[other.op].outputs) if other.op >= 0 else set()
-            if not other.node_name.startswith(_LINEAR) and made & behind:
-                return other
+        if zero not in causes:
+            causes[zero] = _cause_of_factor(case, zero)
+        if causes[zero] is not zero:
+            return causes[zero]
     return births[-1] if births else None
 
 
-def _is_factor_that_learns(case: Case, zero: ZeroGradient) -> bool:
-    """Return whether the zero is a parameter that starts at zero and has a gradient (LoRA, zero-initialised layers)."""
+def _cause_of_factor(case: Case, zero: ZeroGradient) -> ZeroGradient | None:
+    """Return what made a factor zero, perhaps the multiplication itself; None for a factor that learns."""
+    behind = case.flow.sources(case.trace.ops[zero.op].sources)
     leaves: dict[int, torch.Tensor] = {id(p): p for p in case.parameters.values()}
-    for value in case.flow.sources(_inputs_of(case, zero)):
-        root = case.trace.roots.get(value)
-        leaf = leaves.get(root.number) if root is not None else None
-        gradient = case.gradient(leaf) if leaf is not None else None
-        if gradient is not None and gradient.present and not gradient.zero and gradient.weight_norm == 0:
-            return True
-    return False
+    roots = [root for value in behind if (root := case.trace.roots.get(value)) is not None]
+    for gradient in (case.gradient(leaves[root.number]) for root in roots if root.number in leaves):
+        # A parameter that starts at zero and has a gradient: LoRA, zero-initialised layers.
+        if gradient.present and not gradient.zero and gradient.weight_norm == 0:
+            return None
+    for other in case.trace.zeros:
+        made = case.trace.ops[other.op].outputs if other.op >= 0 else ()
+        if not other.node_name.startswith(_LINEAR) and not behind.isdisjoint(made):
+            return other
+    return zero
 
 
 def _zero_finding(case: Case, zero: ZeroGradient, names: list[str]) -> Finding:
     op = case.trace.ops[zero.op]
-    where = op.location
-    shown = where.expression if where is not None else op.operator.name
+    shown = op.location.expression if op.location is not None else op.name
     flat = next((flat for flat in _FLAT if zero.node_name.startswith(flat.nodes)), _UNKNOWN)
     return finding_at(
-        where,
-        flat.code,
-        flat.severity,
-        f"the gradient of {listed(names, 4)} is zero: lost at `{shown}`",
+        op.location,
+        f"{flat.kind}: the gradient of {listed(names, 4)} is zero: lost at `{shown}`",
         reason=f"In the backward of this line ({zero.node_name}) the gradient becomes zero: {flat.why}",
         fix=flat.fix,
         module=case.module(op) or module_of_names(names),
@@ -624,24 +580,21 @@ def find_sizes(case: Case) -> Iterator[Finding]:
     largest = max(sizes, key=lambda layer: sizes[layer])
     vanished = [layer for layer, size in sizes.items() if size < _VANISHED * sizes[largest] and size < _VANISHED]
     if vanished:
+        small, large = f"{sizes[vanished[0]]:.1e}", f"{sizes[largest]:.1e}"
         yield finding_at(
             None,
-            "GG306",
-            "warning",
-            f"the gradient vanishes: {listed(vanished, 3)} gets {sizes[vanished[0]]:.1e} where {largest} gets "
-            f"{sizes[largest]:.1e}",
-            reason="On the flat back each layer made it smaller (saturated units, too small weights, many layers).",
+            f"warning GG306: the gradient vanishes: {listed(vanished, 3)} gets {small} where {largest} gets {large}",
+            reason="On the way back each layer made it smaller (saturated units, too small weights, many layers).",
             fix="residual connections, nn.LayerNorm, or another initialisation (nn.init.kaiming_normal_)",
             module=vanished[0],
         )
     exploded = [layer for layer in sizes if math.sqrt(squares[layer]) > _EXPLODED]
     if exploded:
+        norm = f"{math.sqrt(squares[exploded[0]]):.1e}"
         yield finding_at(
             None,
-            "GG307",
-            "warning",
-            f"the gradient explodes: the norm at {listed(exploded, 3)} is {math.sqrt(squares[exploded[0]]):.1e}",
-            reason="On the flat back each layer made it larger, or the loss itself is that large.",
+            f"warning GG307: the gradient explodes: the norm at {listed(exploded, 3)} is {norm}",
+            reason="On the way back each layer made it larger, or the loss itself is that large.",
             fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
             module=exploded[0],
         )

@@ -14,22 +14,20 @@ from gradgate.records import Finding
 
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
-_BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-_MODAL = (*_DROPOUTS, *_BATCHNORMS)
+BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+_MODAL = (*_DROPOUTS, *BATCHNORMS)
 
 
 def find_recording_off(case: Case) -> Iterator[Finding]:
-    """Tell when recording was off at the end of the step, and who switched it."""
+    """Find recording that is off at the end of the step, and the line that switched it."""
     trace = case.trace
     if trace.recording_at_end or (case.exception is not None and trace.recording_at_start):
         return
-    switch = next((s for s in reversed(trace.switches) if not s.on), None)
-    where = switch.location if switch is not None else None
+    where = next((switch.location for switch in reversed(trace.switches) if not switch.on), None)
+    at = f"at `{where.expression}` " if where is not None else ""
     yield finding_at(
         where,
-        "GG801",
-        "error",
-        f"recording was switched off {f'at `{where.expression}` ' if where is not None else ''}and stays off",
+        f"error GG801: recording was switched off {at}and stays off",
         reason="From here on nothing has a gradient, in this thread."
         + ("" if trace.recording_at_start else " It was off already when the step began."),
         fix="with gg.grad_mode(False): ...     # a block restores what was before, also when it raises",
@@ -38,27 +36,22 @@ def find_recording_off(case: Case) -> Iterator[Finding]:
 
 def find_written_modes(case: Case) -> Iterator[Finding]:
     """Find modes in the user's files that do nothing as they are written."""
-    spots = [op.location for op in case.trace.ops] + [b.location for b in case.trace.backwards]
-    files = dict.fromkeys([*case.files, *(location[0].co_filename for location in spots if location is not None)])
-    for file in files:
+    locations = [op.location for op in case.trace.ops] + [backward.location for backward in case.trace.backwards]
+    for file in dict.fromkeys([*case.files, *(location.file for location in locations if location is not None)]):
         if owner_of(file) in (Owner.PACKAGE, Owner.TORCH):
             continue
         bare, decorated = modes_without_effect(file)
         for line in bare:
             yield finding_at(
                 line,
-                "GG802",
-                "warning",
-                f"`{line.expression}` alone on a line does nothing",
+                f"warning GG802: `{line.expression}` alone on a line does nothing",
                 reason="It makes a block that nobody enters; recording goes on as before.",
                 fix=f"with {line.expression}:\n    ...",
             )
         for line in decorated:
             yield finding_at(
                 line,
-                "GG803",
-                "warning",
-                f"`{line.expression}` on an async def does nothing",
+                f"warning GG803: `{line.expression}` on an async def does nothing",
                 reason="The decorator is left as soon as the coroutine is made, before a line of it has run.",
                 fix="@gg.grad_mode(False)     # in force while the coroutine runs, and only then",
             )
@@ -69,7 +62,7 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
     errors = [error for error in case.errors if "nference tensor" in error.text]
     if not errors:
         return
-    used = errors[-1].location
+    used, severity = errors[-1].location, case.severity_of(errors[-1])
     made, name = None, None
     for value in errors[-1].values:
         root = case.trace.roots.get(value)
@@ -80,9 +73,7 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
     what = f"`{name}`" if name else f"what `{made.expression}` made" if made is not None else "a tensor"
     yield finding_at(
         made or used,
-        "GG804",
-        case.severity_of(errors[-1]),
-        f"{what} was made in inference mode and is used in training",
+        f"{severity} GG804: {what} was made in inference mode and is used in training",
         reason=f"Tensors made in inference mode can never be part of a graph. It is used at "
         f"{used.text if used is not None else 'an unknown line'}.",
         fix="with torch.no_grad(): ...     # instead of torch.inference_mode(), where the tensor is kept\n"
@@ -108,9 +99,7 @@ def find_eval_left_on(case: Case) -> Iterator[Finding]:
         kinds = sorted({type(call.module).__name__ for call in affected})
         yield finding_at(
             root.location,
-            "GG805",
-            "warning",
-            f"the model is trained in eval mode: {', '.join(kinds)} stays as it is",
+            f"warning GG805: the model is trained in eval mode: {', '.join(kinds)} stays as it is",
             reason="After model.eval() dropout drops nothing and BatchNorm uses its stored statistics.",
             fix="model.train()     # before the training step",
             module=case.names.of_module(root.module),
@@ -130,17 +119,14 @@ def find_statistics(case: Case) -> Iterator[Finding]:
     ops = [op for op in case.trace.ops if id(op.module) in trained and _moves_statistics(case, op)]
     if not ops or _is_sampling(case, ops):
         return
-    names = dict.fromkeys(case.module(op) or "BatchNorm" for op in ops)
-    switch = case.trace.switches[ops[0].switch] if ops[0].switch >= 0 else None
+    names = list(dict.fromkeys(case.module(op) or "BatchNorm" for op in ops))
     yield finding_at(
         ops[0].location,
-        "GG806",
-        "warning",
-        f"BatchNorm is in train mode under no_grad: {listed(list(names), 3)} changes its running statistics",
+        f"warning GG806: BatchNorm is in train mode under no_grad: {listed(names, 3)} changes its running statistics",
         reason="no_grad stops gradients, not the running mean and variance: the validation data leak into the model.",
         fix="model.eval()     # before validation, and model.train() after it",
-        module=next(iter(names)),
-        also=[switch.location if switch is not None else None],
+        module=names[0],
+        also=[case.trace.switches[ops[0].switch].location if ops[0].switch >= 0 else None],
     )
 
 
@@ -154,7 +140,7 @@ def _is_sampling(case: Case, ops: list[Op]) -> bool:
 
 def _moves_statistics(case: Case, op: Op) -> bool:
     module = op.module
-    if op.records or op.operator.name not in _BATCH_NORMS or not isinstance(module, _BATCHNORMS):
+    if op.records or op.name not in _BATCH_NORMS or not isinstance(module, BATCHNORMS):
         return False
     # Another momentum than its own is a recalibration (`update_bn`), and meant.
     learns = True in op.arguments and module.track_running_stats and module.momentum in op.arguments

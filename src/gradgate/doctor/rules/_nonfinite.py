@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gradgate._names import listed
 from gradgate.doctor._case import Case, finding_at
@@ -12,18 +13,17 @@ from gradgate.records import Finding, Severity
 
 # --- values that reach the loss or a gradient -------------------------------------------------------------------------
 
-
 _WORDS = {"nan": "NaN", "inf": "Inf"}
 _FIXES = {
-    "log": "masked.safe_log(x)     # from gradgate import masked",
-    "sqrt": "masked.safe_sqrt(x)     # from gradgate import masked",
-    "rsqrt": "masked.safe_divide(1, masked.safe_sqrt(x))     # from gradgate import masked",
-    "div": "masked.safe_divide(x, y)     # from gradgate import masked",
-    "reciprocal": "masked.safe_divide(1, x)     # from gradgate import masked",
-    "pow": "masked.safe_pow(x, exponent)     # from gradgate import masked",
-    "linalg_vector_norm": "masked.safe_norm(x)     # from gradgate import masked",
-    "acos": "masked.safe_acos(x)     # from gradgate import masked",
-    "asin": "masked.safe_asin(x)     # from gradgate import masked",
+    "log": "masked.safe_log(x)",
+    "sqrt": "masked.safe_sqrt(x)",
+    "rsqrt": "masked.safe_divide(1, masked.safe_sqrt(x))",
+    "div": "masked.safe_divide(x, y)",
+    "reciprocal": "masked.safe_divide(1, x)",
+    "pow": "masked.safe_pow(x, exponent)",
+    "linalg_vector_norm": "masked.safe_norm(x)",
+    "acos": "masked.safe_acos(x)",
+    "asin": "masked.safe_asin(x)",
     "exp": "torch.exp(x.clamp(max=80))     # or stay with the logarithm: torch.logsumexp",
     "_softmax": "masked.softmax(x, dim=-1, keep=keep)     # a row with nothing kept gives zeros",
     "_log_softmax": "masked.log_softmax(x, dim=-1, keep=keep)",
@@ -48,7 +48,7 @@ def find_nonfinite(case: Case) -> Iterator[Finding]:
 def births_behind_loss(case: Case) -> list[BadValue]:
     """Return what made a loss bad."""
     started = [case.trace.backwards[number] for number in _bad_passes(case)]
-    behind = case.flow.sources(code >> 1 for backward in started for code in backward.values)
+    behind = case.flow.sources(code >> 1 for backward in started for code in backward.codes)
     births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
     wanted = "nan" if any(math.isnan(b.loss) for b in started if b.loss is not None) else "inf"
     return [cause for b in births if b.kind == wanted for cause in _causes(case, b, births)] or births
@@ -76,19 +76,13 @@ def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator
     for birth in _first_per_operation(births):
         yield _forward_finding(case, birth, severity, harm)
     if not births:
-        yield finding_at(
-            None,
-            "GG401",
-            severity,
-            f"the loss is {word}",
-            reason=harm + " The operation that produced it was not traced.",
-            fix=_NO_FIX,
-        )
+        reason = harm + " The operation that produced it was not traced."
+        yield finding_at(None, f"{severity} GG401: the loss is {word}", reason=reason, fix=_NO_FIX)
 
 
 def _causes(case: Case, birth: BadValue, births: list[BadValue]) -> list[BadValue]:
     """Return what a NaN was made of: an Inf that was produced before it, or came in with it; else itself."""
-    behind = case.flow.sources(code >> 1 for code in case.trace.ops[birth.op].inputs)
+    behind = case.flow.sources(case.trace.ops[birth.op].sources)
     infinite = [b for b in births if b.kind == "inf" and b.value in behind]
     return [b for b in infinite if b.stage == "forward" or b.op == birth.op] or [birth]
 
@@ -108,9 +102,7 @@ def _behind_the_gradient(case: Case, hurt: list[str], births: list[BadValue]) ->
     if not births and not arrived:
         yield finding_at(
             None,
-            "GG403",
-            severity,
-            f"the gradient of {listed(hurt, 3)} is not finite",
+            f"{severity} GG403: the gradient of {listed(hurt, 3)} is not finite",
             reason=harm + " It was not produced in this step: it may have been there before, or a hook made it.",
             fix="optimizer.zero_grad()     # before backward()",
         )
@@ -127,10 +119,8 @@ def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: S
         chosen = selecting.location
         return finding_at(
             where,
-            "GG502",
-            severity,
-            f"unsafe where: the gradient of `{shown}` is {word} in elements that are thrown away",
-            reason=f"{harm} `{chosen.expression if chosen else selecting.operator.name}` throws those values away, but "
+            f"{severity} GG502: unsafe where: the gradient of `{shown}` is {word} in elements that are thrown away",
+            reason=f"{harm} `{chosen.expression if chosen else selecting.name}` throws those values away, but "
             f"not their gradient: 0 times infinity is NaN.{detail}",
             fix="y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep",
             module=case.module(op),
@@ -139,9 +129,7 @@ def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: S
         )
     return finding_at(
         where,
-        "GG403",
-        severity,
-        f"{word} gradient produced in the backward of `{shown}`",
+        f"{severity} GG403: {word} gradient produced in the backward of `{shown}`",
         reason=f"{harm} It is produced in {birth.node_name}: what arrived there was finite.{detail}",
         fix=_fix(op),
         module=case.module(op) if op is not None else None,
@@ -152,19 +140,17 @@ def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: S
 def _forward_finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Finding:
     op = case.trace.ops[birth.op]
     where = op.location
-    shown = where.expression if where is not None else op.operator.name
+    shown = where.expression if where is not None else op.name
     word = _WORDS[birth.kind]
     if birth.stage == "arrived":
-        root = case.trace.roots.get(bare_value(case.flow, birth.value))
+        root = case.trace.roots.get(case.flow.bare_value(birth.value))
         tensor = root.tensor if root is not None else None
         name = case.names.of_tensor(tensor) if tensor is not None else None
         parameter = root is not None and root.leaf and root.requires_grad
         what = f"{'the parameter' if parameter else 'the tensor'} {name or f'of shape {birth.shape}'}"
         return finding_at(
             where,
-            "GG405" if parameter else "GG404",
-            severity,
-            f"{what} holds {word} before `{shown}` reads it",
+            f"{severity} {'GG405' if parameter else 'GG404'}: {what} holds {word} before `{shown}` reads it",
             reason=f"{harm} This step did not make it: it came in with {'the weights' if parameter else 'the data'}.",
             fix="model.load_state_dict(last_good_state)" if parameter else _NO_FIX,
             module=case.module(op),
@@ -173,10 +159,8 @@ def _forward_finding(case: Case, birth: BadValue, severity: Severity, harm: str)
     detail = f" There {birth.detail}." if birth.detail else ""
     return finding_at(
         where,
-        "GG401" if birth.kind == "nan" else "GG402",
-        severity,
-        f"{word} produced in `{shown}`",
-        reason=f"{harm} Everything that `{op.operator.name}` read was "
+        f"{severity} {'GG401' if birth.kind == 'nan' else 'GG402'}: {word} produced in `{shown}`",
+        reason=f"{harm} Everything that `{op.name}` read was "
         f"{'finite' if birth.kind == 'inf' else 'free of NaN'}; what it gave was not.{detail}",
         fix=_fix(op),
         module=case.module(op),
@@ -188,17 +172,14 @@ def _harmless(case: Case) -> Iterator[Finding]:
     births = [b for b in case.trace.bad if b.stage == "forward" and b.kind == "nan"]
     for birth in _first_per_operation(births)[:3]:
         found = _forward_finding(case, birth, "info", "It does no harm in this step: loss and gradients are finite.")
-        yield Finding(**{**found.to_dict(), "code": "GG407", "title": f"{found.title}, masked away later"})
+        yield replace(found, code="GG407", title=f"{found.title}, masked away later")
 
 
 def _first_per_operation(births: list[BadValue]) -> list[BadValue]:
-    seen = set()
-    found = []
+    found: dict[int, BadValue] = {}
     for birth in births:
-        if birth.op not in seen:
-            seen.add(birth.op)
-            found.append(birth)
-    return found[:5]
+        found.setdefault(birth.op, birth)
+    return list(found.values())[:5]
 
 
 def _samples(case: Case, birth: BadValue) -> tuple[int, ...]:
@@ -207,29 +188,18 @@ def _samples(case: Case, birth: BadValue) -> tuple[int, ...]:
 
 
 def _fix(op: Op | None) -> str:
-    if op is None:
-        return _NO_FIX
-    return _FIXES.get(op.operator.name.removesuffix("_"), _FIXES.get(op.operator.name, _NO_FIX))
+    fix = _FIXES.get(op.name.removesuffix("_"), _NO_FIX) if op is not None else _NO_FIX
+    return f"{fix}     # from gradgate import masked" if fix.startswith("masked.safe_") else fix
 
 
 # --- an unsafe `where` ------------------------------------------------------------------------------------------------
 
-
-_SELECTING = {
-    "where",
-    "masked_fill",
-    "masked_fill_",
-    "index_put",
-    "index_put_",
-    "nan_to_num",
-    "index",
-    "masked_select",
-    "select",
-}
+_FILLING = {"where", "masked_fill", "masked_fill_", "index_put", "index_put_"}
+_SELECTING = {*_FILLING, "nan_to_num", "index", "masked_select", "select"}
 _COMPARING = {"gt", "ge", "lt", "le", "eq", "ne"}
 _ASKING = {"isnan", "isinf", "isfinite"}
 _JOINING = {"mul", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not"}
-# Where each operation has no finite derivative, and which of its arguments that is about.
+# Where each operation has no finite derivative.
 _EDGES: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("sqrt", "log", "log2", "log10", "rsqrt", "reciprocal", "div", "pow"), (0.0,)),
     **dict.fromkeys(("acos", "asin", "atanh"), (-1.0, 1.0)),
@@ -238,70 +208,52 @@ _EDGES: dict[str, tuple[float, ...]] = {
 }
 _NEAR = 1e-3
 _PASSING = {
-    "mul",
-    "add",
-    "sub",
-    "neg",
-    "_to_copy",
-    "clone",
-    "abs",
-    "rsub",
-    "add_",
-    "mul_",
-    "sub_",
-    "nan_to_num",
+    *("mul", "add", "sub", "neg", "_to_copy", "clone", "abs", "rsub", "add_", "mul_", "sub_", "nan_to_num"),
     *_EDGES,
 }
 
 
 def find_traps(case: Case) -> Iterator[Finding]:
     """Find every `where` whose guard does not guard."""
-    flow = case.flow
     for op in case.trace.ops:
-        if op.operator.name in ("where", "masked_fill", "masked_fill_", "index_put", "index_put_") and op.records:
-            risky = _unguarded(flow, op)
-            if risky is not None:
-                yield _unsafe_where(case, op, risky)
+        risky = _unguarded(case.flow, op) if op.name in _FILLING and op.records and len(op.inputs) > 1 else None
+        if risky is not None:
+            yield _unsafe_where(case, op, risky)
 
 
 def _unguarded(flow: Flow, op: Op) -> Op | None:
-    codes = op.inputs
-    if len(codes) < 2:
-        return None
-    guard, branches = (codes[0], codes[1:]) if op.operator.name == "where" else (codes[1], codes[:1])
-    tests = list(_tests(flow, guard >> 1, 4))
+    guard, branches = (op.sources[0], op.sources[1:]) if op.name == "where" else (op.sources[1], op.sources[:1])
+    tests = list(_tests(flow, guard, 4))
     for branch in branches:
-        for risky, path in _risky(flow, branch >> 1, (), 4):
+        for risky, path in _risky(flow, branch, (), 4):
             if any(_guards(flow, test, risky, path) for test in tests):
                 return risky
     return None
 
 
 def _tests(flow: Flow, value: int, depth: int) -> Iterator[Op]:
-    """Return the comparisons that a condition was made of."""
-    number = flow.maker.get(value)
-    if number is None or not depth:
+    """Yield the comparisons that a condition was made of."""
+    op = flow.made_by(value) if depth else None
+    if op is None:
         return
-    op = flow.trace.ops[number]
-    if op.operator.name in _COMPARING | _ASKING:
+    if op.name in _COMPARING | _ASKING:
         yield op
-    elif op.operator.name in _JOINING or op.operator.view:
-        for code in op.inputs:
-            yield from _tests(flow, code >> 1, depth - 1)
+    elif op.name in _JOINING or op.operator.view:
+        for source in op.sources:
+            yield from _tests(flow, source, depth - 1)
 
 
 def _risky(flow: Flow, value: int, path: tuple[int, ...], depth: int) -> Iterator[tuple[Op, tuple[int, ...]]]:
-    """Return the operations close behind a branch that have a point without derivative, with the values on the way."""
-    number = flow.maker.get(value)
-    if number is None or not depth:
+    """Yield the operations close behind a branch that have a point without derivative, with the values in between."""
+    op = flow.made_by(value) if depth else None
+    if op is None:
         return
-    op = flow.trace.ops[number]
-    name = op.operator.name.removesuffix("_")
+    name = op.name.removesuffix("_")
     if name in _EDGES and _is_risky(op, name):
         yield op, (*path, value)
-    if op.operator.name in _PASSING or op.operator.view:
-        for code in op.inputs:
-            yield from _risky(flow, code >> 1, (*path, value), depth - 1)
+    if op.name in _PASSING or op.operator.view:
+        for source in op.sources:
+            yield from _risky(flow, source, (*path, value), depth - 1)
 
 
 def _is_risky(op: Op, name: str) -> bool:
@@ -309,36 +261,23 @@ def _is_risky(op: Op, name: str) -> bool:
         exponents = [a for a in op.arguments if isinstance(a, (int, float))]
         return bool(exponents) and (exponents[0] < 0 or exponents[0] % 1 != 0) and bool(op.inputs[0] & 1)
     if name == "div":
-        return len(op.inputs) > 1 and any(code & 1 for code in op.inputs)
+        return len(op.inputs) > 1 and bool(op.connected_sources)
     return bool(op.inputs) and bool(op.inputs[0] & 1)
 
 
 def _guards(flow: Flow, test: Op, risky: Op, path: tuple[int, ...]) -> bool:
     """Return whether a test is about the very value that a risky operation reads, or about what it gave."""
-    name = risky.operator.name.removesuffix("_")
-    read = risky.inputs[1 if name == "div" else 0] >> 1
-    tested = {bare_value(flow, code >> 1) for code in test.inputs}
+    name = risky.name.removesuffix("_")
+    read = risky.sources[1 if name == "div" else 0]
+    tested = {flow.bare_value(source) for source in test.sources}
     limits = [a for a in test.arguments if isinstance(a, (int, float)) and not isinstance(a, bool)]
-    if test.operator.name in _ASKING or not all(map(math.isfinite, limits)) or len(test.inputs) > 1:
+    if test.name in _ASKING or not all(map(math.isfinite, limits)) or len(test.inputs) > 1:
         # `isfinite(y)`, which is `y == y` and `abs(y) != inf`: a question about the result.
-        return bool(tested & {bare_value(flow, value) for value in (*path, read)})
-    if bare_value(flow, read) not in tested:
+        return bool(tested & {flow.bare_value(value) for value in (*path, read)})
+    if flow.bare_value(read) not in tested:
         return False
     edges = _EDGES[name]
     return not edges or any(abs(limit - edge) <= _NEAR for limit in limits for edge in edges)
-
-
-def bare_value(flow: Flow, value: int) -> int:
-    """Return the value that a value is a view or the magnitude of."""
-    for _ in range(6):
-        number = flow.maker.get(value)
-        if number is None:
-            break
-        op = flow.trace.ops[number]
-        if not (op.operator.view or op.operator.name in ("abs", "lift_fresh")) or not op.inputs:
-            break
-        value = op.inputs[0] >> 1
-    return value
 
 
 def selecting_op(case: Case, op: Op) -> Op | None:
@@ -350,9 +289,9 @@ def selecting_op(case: Case, op: Op) -> Op | None:
         value, depth = waiting.pop(0)
         for number in flow.readers.get(value, ()):
             reader = case.trace.ops[number]
-            if reader.operator.name in _SELECTING:
+            if reader.name in _SELECTING:
                 return reader
-            if depth and (reader.operator.name in _PASSING or reader.operator.view):
+            if depth and (reader.name in _PASSING or reader.operator.view):
                 fresh = [result for result in reader.outputs if result not in seen]
                 seen.update(fresh)
                 waiting.extend((result, depth - 1) for result in fresh)
@@ -360,17 +299,13 @@ def selecting_op(case: Case, op: Op) -> Op | None:
 
 
 def _unsafe_where(case: Case, op: Op, risky: Op) -> Finding:
-    where, guarded = op.location, risky.location
-    shown = where.expression if where is not None else op.operator.name
-    unguarded = guarded.expression if guarded is not None else risky.operator.name
+    shown, unguarded = (x.location.expression if x.location is not None else x.name for x in (op, risky))
     return finding_at(
-        where,
-        "GG501",
-        "warning",
-        f"unsafe where: `{shown}` does not guard the gradient of `{unguarded}`",
-        reason=f"`{risky.operator.name}` is computed for all elements, also where it has no finite derivative. The "
+        op.location,
+        f"warning GG501: unsafe where: `{shown}` does not guard the gradient of `{unguarded}`",
+        reason=f"`{risky.name}` is computed for all elements, also where it has no finite derivative. The "
         "values are thrown away, their gradient is not: 0 times infinity is NaN. It has not happened in this step.",
         fix="y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep",
         module=case.module(op),
-        also=[guarded],
+        also=[risky.location],
     )
