@@ -175,7 +175,7 @@ class Case:
 
     def severity_of(self, error: Raised) -> Severity:
         """Return "warning" for an error that the user caught."""
-        return "error" if self.exception is not None and str(self.exception) == error.text else "warning"
+        return "error" if self.exception is not None and text_of(self.exception) == error.text else "warning"
 
     def gradient(self, parameter: torch.Tensor) -> Gradient:
         return self.gradients.get(id(parameter), Gradient(present=False))
