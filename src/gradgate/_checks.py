@@ -58,7 +58,7 @@ def check_keep(keep: torch.Tensor, x: torch.Tensor, *, name: str = "keep", funct
 
 
 def agreed(keep: Any, args: tuple[Any, ...], x: torch.Tensor | None = None, *, function: str) -> torch.Tensor | None:
-    """Give one mask of `keep`: a mask, a function of the arguments, or a tuple of these, which all have to agree."""
+    """Return one mask of `keep`: a mask, a function of the arguments, or a tuple of these, which all have to agree."""
     if isinstance(keep, torch.Tensor) and x is None:
         return keep
     masks = []

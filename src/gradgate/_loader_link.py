@@ -48,7 +48,7 @@ class LoaderIds(tuple[str | None, ...]):
     source: GivenBatches | None = None
 
     def if_current(self, training: StepCounter, size: int) -> LoaderIds | None:
-        """Give the ids if the loader has given as many batches as the guard has made steps, and this one."""
+        """Return the ids if the loader has given as many batches as the guard has made steps, and this one."""
         return (
             self if self.source is not None and self.source.gave_only_this_to(training) and len(self) == size else None
         )
@@ -66,7 +66,7 @@ class Given:
         self.parts = [(ref(part), write_count(part)) if isinstance(part, torch.Tensor) else (part, 0) for part in parts]
 
     def unchanged(self) -> list[Any]:
-        """Give the parts that are still there and were not written to since."""
+        """Return the parts that are still there and were not written to since."""
         pairs = [(part() if isinstance(part, ref) else part, writes) for part, writes in self.parts]
         return [
             p for p, writes in pairs if p is not None and (not isinstance(p, torch.Tensor) or write_count(p) == writes)
@@ -144,7 +144,7 @@ class GivenBatches:
         return [given for given, _, _ in list(self._recent)]
 
     def position(self) -> dict[str, Any]:
-        """Give the step and the epoch of the batch that is loaded now: the guard's where there is one."""
+        """Return the step and the epoch of the batch that is loaded now: the guard's where there is one."""
         training = self._find_training()
         if training is None:
             return {"step": self._total, "epoch": self.epoch}
@@ -157,7 +157,7 @@ class GivenBatches:
         return {"run": training.run, "step": training._step_after(ahead), "epoch": training.epoch}
 
     def gave_only_this_to(self, training: StepCounter) -> bool:
-        """Tell whether the guard has made a step with each batch of the epoch but the last."""
+        """Return whether the guard has made a step with each batch of the epoch but the last."""
         if self._first_step is None or not self._followed_from_start or self._find_training() is not training:
             return False
         return self._first_step + self._in_epoch - training._steps_made == 1
@@ -214,7 +214,7 @@ class _Identity:
     """Compares the parts of a batch with those of a given one: tensors are the same if they are one object."""
 
     def fits(self, given: Given, parts: list[Any]) -> bool:
-        """Tell whether each part is one of the given ones, or each given one is among the parts."""
+        """Return whether each part is one of the given ones, or each given one is among the parts."""
         theirs = given.unchanged()
         if not theirs or not parts:
             return False
@@ -254,6 +254,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _key(sink: Any) -> Any:
-    """Give the file of a ledger, so that two ledgers of one file are one; for other sinks the object itself."""
+    """Return the file of a ledger, so that two ledgers of one file are one; for other sinks the object itself."""
     path = sink if isinstance(sink, str | os.PathLike) else getattr(sink, "path", None)
     return os.path.realpath(path) if isinstance(path, str | os.PathLike) else id(sink)

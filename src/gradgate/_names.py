@@ -24,7 +24,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def describe(value: object) -> str:
-    """Say in a few words what a value is, for a message.
+    """Describe in a few words what a value is, for a message.
 
     Examples:
         >>> describe(torch.zeros(2, 3)), describe("train"), describe(None)
@@ -100,7 +100,7 @@ def suggest_names(module_name: str) -> None:
 
 
 def _with_suggestions(function: FunctionType, shown: str) -> FunctionType:
-    """Give the same function with an error for unknown keywords that names the one that is meant."""
+    """Return the same function with an error for unknown keywords that names the one that is meant."""
     # Made as source, like the methods of a dataclass: arguments handed on by name cost a third of what *args, **kwargs
     # and a `try` cost, and torch.compile sees a plain call.
     given: list[str] = []

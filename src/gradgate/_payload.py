@@ -271,7 +271,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the values of a tensor as a plain one on the CPU, in memory of its own: the format refuses shared memory."""
+    """Copy a tensor to a plain one on the CPU, in memory of its own: the format refuses shared memory."""
     with torch.no_grad():
         plain = tensor.detach().resolve_conj().resolve_neg()
         plain = torch.view_as_real(plain) if plain.is_complex() else plain

@@ -350,7 +350,7 @@ class TrainingState:
         self._complete = True
 
     def was_rebound(self) -> bool:
-        """Tell whether the model was moved, or a buffer was assigned, added or deleted."""
+        """Return whether the model was moved, or a buffer was assigned, added or deleted."""
         for table, name, buffer in self._bound:
             if table.get(name, self) is not buffer:
                 return True
@@ -541,7 +541,7 @@ FREEZES = "freezes"
 
 
 def frozen_elements(parameter: torch.Tensor) -> int:
-    """Give how many elements of a parameter do not learn: frozen or pinned, or all if it does not require grad."""
+    """Return how many elements of a parameter do not learn: frozen or pinned, or all if it does not require grad."""
     if not parameter.requires_grad:
         return parameter.numel()
     freezes = getattr(parameter, WATCHERS, {}).get(FREEZES)

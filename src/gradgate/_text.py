@@ -20,7 +20,7 @@ _LONGEST = 2_000
 
 
 def visible(value: object, *, lines: bool = False) -> str:
-    r"""Give a value as text in which every character shows, as an escape where it would not; `lines` keeps line ends.
+    r"""Return a value as text in which every character shows, as an escape where it would not; `lines` keeps line ends.
 
     Examples:
         >>> print(visible("img\x1b[2J\u202e.png\n"))
@@ -60,7 +60,7 @@ def class_name(kind: type) -> str:
 
 
 def as_text(value: object, limit: int | None = None) -> str:
-    """Give a value as text that can be encoded, cut to a length."""
+    """Return a value as text that can be encoded, cut to a length."""
     text = value if isinstance(value, str) else text_of(value, _scalar)
     if limit is not None and len(text) > limit:
         text = f"{text[:limit]}... ({len(text) - limit:,} more characters)"
@@ -72,7 +72,7 @@ def _scalar(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 100) -> Any:
-    """Give a tree of values as JSON can hold it: numbers that JSON does not have, and everything unknown, as text.
+    """Return a tree of values as JSON can hold it: numbers that JSON does not have, and everything unknown, as text.
 
     Examples:
         >>> plain({"loss": float("inf"), "shape": (2, 3), "kind": int})
@@ -119,7 +119,7 @@ def log_line(text: str) -> None:
 
 
 def user_level() -> int:
-    """Give the `stacklevel` with which `warnings.warn` in the calling function names the line of the user."""
+    """Return the `stacklevel` with which `warnings.warn` in the calling function names the line of the user."""
     level, frame = 1, sys._getframe(1)
     inner = {"gradgate", "torch", "contextlib"}
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:

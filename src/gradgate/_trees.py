@@ -58,7 +58,7 @@ def is_array(value: object) -> TypeGuard[Any]:
 
 
 def is_shared(value: object) -> bool:
-    """Tell whether a leaf belongs to all samples: it cannot be cut into samples at all."""
+    """Return whether a leaf belongs to all samples: it cannot be cut into samples at all."""
     return value is None or isinstance(value, (str, bytes, int, float, complex)) or not _can_be_indexed(value)
 
 
@@ -73,7 +73,7 @@ def is_record(value: object) -> bool:
 
 
 def children_of(tree: Any) -> dict[Any, Any] | None:
-    """Give the parts of a container by key, or None for an object that is only known by its items."""
+    """Return the parts of a container by key, or None for an object that is only known by its items."""
     if isinstance(tree, Mapping):
         return dict(tree.items())
     if is_record(tree):
@@ -86,7 +86,7 @@ def children_of(tree: Any) -> dict[Any, Any] | None:
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
-    """Give what is no container, part by part; of a class that knows its samples, what its attributes hold."""
+    """Return what is no container, part by part; of a class that knows its samples, what its attributes hold."""
     children = None
     if not isinstance(tree, torch.Tensor) and not is_array(tree):
         if not isinstance(tree, PackedSequence) and batch_class(tree) is not None:
@@ -101,7 +101,7 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 
 
 def rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
-    """Give a container of the same kind with other parts; a mapping that cannot be changed as a dict."""
+    """Return a container of the same kind with other parts; a mapping that cannot be changed as a dict."""
     if is_record(tree):
         return tree._replace(**children)
     if isinstance(tree, (list, tuple)):
@@ -229,8 +229,8 @@ def register_batch(
 
     Args:
         cls: The class; its subclasses are read in the same way.
-        select: `select(batch, rows)` gives the same batch with only these rows, in this order, also with repeats.
-        count: `count(batch)` gives the number of samples.
+        select: `select(batch, rows)` returns the same batch with only these rows, in this order, also with repeats.
+        count: `count(batch)` returns the number of samples.
 
     Raises:
         ArgumentTypeError: An argument has the wrong kind.
@@ -267,7 +267,7 @@ class BatchLayout(NamedTuple):
     shared: frozenset[Any] = frozenset()
 
     def of(self, key: Any) -> BatchLayout | None:
-        """Give the layout of the part with this key; None if it is shared."""
+        """Return the layout of the part with this key; None if it is shared."""
         if key in self.shared:
             return None
         return self._replace(dim=self.dims[key]) if key in self.dims else self
@@ -291,7 +291,7 @@ class BatchReader:
         self._count = count
 
     def read(self, batch: Any, ids: Ids | None = None) -> tuple[int, int, Sequence[torch.Tensor]]:
-        """Give what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
+        """Return what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
         if ids is not None and not (hasattr(ids, "__len__") and hasattr(ids, "__getitem__")):
             raise ArgumentTypeError(
                 f"Guard.backward(): `ids` is {describe(ids)}.",
@@ -333,13 +333,13 @@ class BatchReader:
         return self.taking(batch, size)(rows, index_of(rows))
 
     def taking(self, batch: Any, size: int) -> Callable[[Rows, torch.Tensor], Any]:
-        """Give `select` of a batch as a function of the rows, which are given as numbers and as an index."""
+        """Return `select` of a batch as a function of the rows, which are given as numbers and as an index."""
         if (select := self._select) is not None:
             return lambda rows, index: select(batch, list(rows))
         return lambda rows, index: select_rows(batch, index, size, self.layout)
 
     def _plain(self, batch: Any) -> tuple[int, int, bool] | None:
-        """Give the size of a few tensors of one length, the writes to them, and whether any takes a gradient."""
+        """Return the size of a few tensors of one length, the writes to them, and whether any takes a gradient."""
         if not self._same_for_all:
             return None
         kind = type(batch)
@@ -460,7 +460,7 @@ def _items(tree: Any, rows: list[int]) -> Any:
 
 
 def _as_samples(tree: Sequence[Any], size: int, layout: BatchLayout) -> bool:
-    """Tell whether a list holds samples, not fields: its length fits, and its fields cannot all have this size."""
+    """Return whether a list holds samples, not fields: its length fits, and its fields cannot all have this size."""
     if len(tree) != size:
         return False
     fields = _common(dict(enumerate(tree)), layout)
@@ -468,7 +468,7 @@ def _as_samples(tree: Sequence[Any], size: int, layout: BatchLayout) -> bool:
 
 
 def _are_samples(tree: Sequence[Any], layout: BatchLayout) -> bool:
-    """Tell whether a list is one of samples like `(image, target)`: tuples alike, not all tensors of one batch size."""
+    """Return whether a list has samples like `(image, target)`: tuples alike, not all tensors of one batch size."""
     if not isinstance(tree, list) or not tree or not all(type(part) is tuple for part in tree):
         return False
     kinds = [[(type(value), getattr(value, "dtype", None)) for value in part] for part in tree]
@@ -479,7 +479,7 @@ def _are_samples(tree: Sequence[Any], layout: BatchLayout) -> bool:
 
 
 def _sizes(tree: Any, layout: BatchLayout) -> list[int] | None:
-    """Give the numbers of samples that a tree may hold, best first; None where it says nothing."""
+    """Return the numbers of samples that a tree may hold, best first; None where it says nothing."""
     if (isinstance(tree, torch.Tensor) and not tree.is_nested) or is_array(tree):
         shape = tuple(tree.shape)
         return list(dict.fromkeys(shape[dim] for dim in (layout.dim, 0) if dim < len(shape))) or None
@@ -498,7 +498,7 @@ def _sizes(tree: Any, layout: BatchLayout) -> list[int] | None:
 
 
 def _common(parts: Mapping[Any, Any], layout: BatchLayout) -> list[int] | None:
-    """Give the numbers of samples that all parts may hold, best first; None where none says anything."""
+    """Return the numbers of samples that all parts may hold, best first; None where none says anything."""
     common: list[int] | None = None
     for key, part in parts.items():
         below = layout.of(key)
@@ -509,7 +509,7 @@ def _common(parts: Mapping[Any, Any], layout: BatchLayout) -> list[int] | None:
 
 
 def _only_by_length(tree: Any, layout: BatchLayout) -> bool:
-    """Tell whether a list of tensors is a batch only if each of them is a sample: more likely, they do not fit."""
+    """Return whether a list of tensors is a batch only if each of them is a sample: more likely, they do not fit."""
     if not isinstance(tree, list | tuple) or is_record(tree):
         return False
     tensors = any(isinstance(part, torch.Tensor) or is_array(part) for part in tree)

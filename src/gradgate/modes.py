@@ -57,7 +57,7 @@ current = _Current()
 
 
 def is_locked() -> bool:
-    """Tell whether the innermost mode in force here is locked."""
+    """Return whether the innermost mode in force here is locked."""
     return bool(current.entries) and current.entries[-1][1]
 
 
@@ -343,20 +343,6 @@ class _Scope:
 _SCOPES = {(flag, locked): _Scope(flag, locked) for flag in (True, False) for locked in (True, False)}
 
 
-class _TracedScope:
-    """The same inside `torch.compile`, where Dynamo follows the switch; there are no threads, tasks or locks there."""
-
-    def __init__(self, flag: bool) -> None:
-        self.flag = flag
-
-    def __enter__(self) -> None:
-        self.recording = read_grad_mode()
-        write_grad_mode(self.flag)
-
-    def __exit__(self, *_: object) -> None:
-        write_grad_mode(self.recording)
-
-
 @overload
 def grad_mode(flag: bool, fn: None = None, *, locked: bool = True) -> _Scope: ...
 @overload
@@ -364,8 +350,8 @@ def grad_mode(flag: bool, fn: Callable[[], Result], *, locked: bool = True) -> R
 def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool = True) -> Any:
     """Switch gradient recording by a flag, for one call, one block or one function, and restore it afterwards.
 
-    `grad_mode(flag, fn)` runs `fn()` in the mode and gives its result; `with grad_mode(flag):` is the same as a block;
-    `@grad_mode(flag)` the same on a function, generator, `async def` or async generator.
+    `grad_mode(flag, fn)` runs `fn()` in the mode and returns its result; `with grad_mode(flag):` does the
+    same for a block, `@grad_mode(flag)` for a function, generator, `async def` or async generator.
 
     The mode that was in force comes back also when the body raises. Blocks nest and the innermost wins; one object may
     be reused, nested in itself and shared between threads. The mode belongs to this thread - and inside asyncio to this
@@ -374,7 +360,7 @@ def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool =
 
     Args:
         flag: True to record, False not to. Only a bool: a module, a string or a number would be a guess.
-        fn: What to run. If it gives a generator or a coroutine, that runs in the mode too, whenever it is stepped.
+        fn: What to run. If it returns a generator or a coroutine, that runs in the mode too, whenever it is stepped.
         locked: While the mode is in force, a bare `torch.set_grad_enabled(...)` call in this thread, whoever makes it,
             does not change it; blocks and decorators inside still work as such. False gives torch's own behaviour, also
             for a stretch inside a lock.
@@ -397,7 +383,9 @@ def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool =
     if flag is not True and flag is not False:
         raise _flag_error(flag)
     if fn is None:
-        return _TracedScope(flag) if is_dynamo_compiling() else _SCOPES[flag, bool(locked)]
+        if is_dynamo_compiling():  # which follows torch's own modes; there are no threads, tasks or locks there
+            return torch.enable_grad() if flag else torch.no_grad()
+        return _SCOPES[flag, bool(locked)]
     if not callable(fn):
         raise ArgumentTypeError(
             f"grad_mode(): `fn` is {describe(fn)}.",
@@ -415,7 +403,7 @@ def carry_mode(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make a function run in this thread's mode wherever it is called.
 
     Modes belong to threads: what an executor or a thread runs starts with recording on, whatever holds here. The
-    function that this gives can be pickled if fn can.
+    returned function can be pickled if fn can.
 
     Args:
         fn: A function of any kind.

@@ -87,8 +87,8 @@ class Guard:
         catch: The exceptions that may be blamed on samples.
         max_bad: The share of a batch that may be bad.
         patience: How many steps in a row may have bad samples; the last of them raises.
-        select: `select(batch, rows)` gives the same batch with only these rows, for batches that the guard cannot cut.
-        count: `count(batch)` gives the number of samples, where the guard cannot tell.
+        select: `select(batch, rows)` returns a batch of these rows only, for batches that the guard cannot cut.
+        count: `count(batch)` returns the number of samples, where the guard cannot tell.
         batch_dim: The dimension of tensors that samples are stacked along; or such dimensions by key (or attribute, or
             position in a tuple), where it is not 0: `{"position_ids": 1}`.
         shared: Keys (attributes, positions) of what is not per sample, and goes with each part of a batch as it is.
@@ -104,10 +104,10 @@ class Guard:
         run: The name of the run in incidents.
         out_of_memory: What happens where a batch does not fit into memory: "raise"; "split" it into halves, and these
             again, with the gradients added so that they are those of the mean over the batch; or "skip" it. The
-            incident has no sample, and `result.exact` tells whether samples meet in the model or the loss, so that
+            incident has no sample, and `result.exact` says whether samples meet in the model or the loss, so that
             parts are not the whole. With several ranks only "raise".
-        history: Write the loss of every sample into the ledger, where the loss function gives one loss for each and the
-            ids are known: `ledger.hardest()`, `ledger.suspicious()`. They are written every 64 steps, with
+        history: Write the loss of every sample into the ledger, if the loss function returns one loss for each and
+            the ids are known: `ledger.hardest()`, `ledger.suspicious()`. They are written every 64 steps, with
             `state_dict`, and at the end of `loop`; over ranks, each writes those of its own samples.
         clip_samples: The largest 2-norm of the gradient of one sample, over all guarded parameters: longer ones are
             scaled down to it before the mean over the kept samples is taken. The loss of a sample is that of a batch
@@ -217,7 +217,7 @@ class Guard:
         Args:
             batch: Tensors, and lists, tuples, dicts, dataclasses and named tuples of them; lists of anything; objects
                 with `__getitem__`; whatever else with `Guard(select=...)`. None is a batch of no samples.
-            loss_fn: Runs the model on a batch and gives the mean loss; or one loss for each sample, of which the mean
+            loss_fn: Runs the model on a batch and returns the mean loss; or one loss for each sample, of which the mean
                 is taken; or `(total, count)`, the sum of the loss and how much it is a sum of (tokens, pixels), see
                 `finish`. It may be called several times with parts of the batch.
             ids: The ids of the samples, one for each row, where the guard cannot find them by itself.
@@ -336,7 +336,7 @@ class Guard:
     def finish(self) -> torch.Tensor:
         """Divide the gradients by the count of all that was kept since the last call; then the optimizer may step.
 
-        Only where the loss function gives `(total, count)`: the gradients of totals are added over micro-batches and
+        Only where the loss function returns `(total, count)`: the gradients of totals are added over micro-batches and
         ranks, and the mean over all of them is exact, however unequal their counts are. Every rank calls it, once
         before each `optimizer.step()`. The guard cannot know when the optimizer steps, so a call that is forgotten is
         not noticed: the optimizer gets the gradient of the sum.
@@ -417,7 +417,7 @@ class Guard:
             raise
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Give the batches of a loader until no rank has any more, so that all ranks make equally many steps.
+        """Return the batches of a loader until no rank has any more, so that all ranks make equally many steps.
 
         A rank whose loader has come to its end gets batches of 0 rows; `backward` takes part with nothing then, and the
         optimizer makes the same step as everywhere. In one process these are just the batches.
@@ -435,7 +435,7 @@ class Guard:
         )
 
     def summary(self) -> Summary:
-        """Give the run in numbers; prints as a table.
+        """Return the run in numbers; prints as a table.
 
         Returns:
             How many samples were dropped in how many steps, and for what.
@@ -443,7 +443,7 @@ class Guard:
         return self._tally.summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what the guard has counted, to be saved with a checkpoint.
+        """Return what the guard has counted, to be saved with a checkpoint.
 
         Returns:
             Plain values.
@@ -471,7 +471,7 @@ class Guard:
         return self._tally.steps
 
     def _step_after(self, batches: int) -> int:
-        """Give the step that a later batch belongs to: the next one, or several in a window of accumulation."""
+        """Return the step that a later batch belongs to: the next one, or several in a window of accumulation."""
         made, per_step = self._window
         return self.global_step + (made + batches) // per_step
 
@@ -552,7 +552,7 @@ class Guard:
         return result, tally, step
 
     def _log_counts(self, kept: int, tally: Tally) -> None:
-        """Give the counters of a step to the logger, before the step counts: if that raises, no step was made."""
+        """Return the counters of a step to the logger, before the step counts: if that raises, no step was made."""
         if self._log is None:
             return
         dropped = tally.dropped - self._tally.dropped
@@ -570,7 +570,7 @@ class Guard:
         recovered: Recovered | None,
         incidents: tuple[Incident, ...],
     ) -> tuple[tuple[Any, torch.Tensor], Tally, int]:
-        """Give the result of `forward`, rows at their places among all rows of the batch, and what is counted."""
+        """Return the result of `forward`, rows at their places among all rows of the batch, and what is counted."""
         leaves, form = tree_flatten(outcome.value)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if recovered is None:

@@ -89,7 +89,7 @@ def _cells(incident: Incident) -> tuple[str, ...]:
 
 
 class GuardResult:
-    """What `Guard.backward` gives back.
+    """What `Guard.backward` returns.
 
     Attributes:
         loss: The mean loss over the kept samples, detached, 0-dim.
@@ -227,7 +227,7 @@ _OF_WINDOW = {"window", "has_means"}
 
 
 def mean_of(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Give the mean of a total and its count; 0 where the count is 0."""
+    """Return the mean of a total and its count; 0 where the count is 0."""
     total, count = sums.unbind()
     return (total / count).nan_to_num_(0.0, 0.0, 0.0).to(like.dtype)  # both are finite
 
@@ -249,7 +249,7 @@ class Tally:
     def after_step(
         self, size: int, *, bad: bool, incidents: Sequence[Incident] = (), sums: torch.Tensor | None = None
     ) -> Tally:
-        """Give the counts after a step; these stay as they are, so that a step is counted in one assignment."""
+        """Return the counts after a step; these stay as they are, so that a step is counted in one assignment."""
         return replace(
             self.after_incidents(incidents),
             window=self.window if sums is None else sums if self.window is None else self.window + sums,
@@ -261,7 +261,7 @@ class Tally:
         )
 
     def after_incidents(self, incidents: Sequence[Incident]) -> Tally:
-        """Give the counts with what was dropped, and with what was not because it did not come again."""
+        """Return the counts with what was dropped, and with what was not because it did not come again."""
         if not incidents:
             return self
         causes = Counter(incident.cause for incident in incidents if not incident.transient)
@@ -278,7 +278,7 @@ class Tally:
         return Summary(*counts, causes=dict(self.causes))
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the counts as plain values; a window that is open ends with its gradients, which no checkpoint has."""
+        """Return the counts as plain values; a window that is open ends with its gradients, which no checkpoint has."""
         return {name: value for name, value in asdict(self).items() if name not in _OF_WINDOW}
 
     @classmethod
@@ -387,7 +387,7 @@ class IncidentRecorder:
         )
 
     def _loss(self, drop: Dropped) -> float | None:
-        """Give the sample's own loss where it is known; the mean of a batch is not its own unless it is spoilt."""
+        """Return the sample's own loss where it is known; the mean of a batch is not its own unless it is spoilt."""
         if self.losses is not None:
             return float(self.losses[drop.row])
         return drop.blame.fault.loss if drop.blame.fault.cause == "non-finite loss" else None
@@ -439,7 +439,7 @@ def refuse_share(incidents: Sequence[Incident], bad: int, total: int, max_bad: f
 
 def refuse_row(incidents: Sequence[Incident], in_a_row: int, patience: int) -> NoReturn:
     raise TooManyBadSamples(
-        f"Guard: {in_a_row} steps in a row had bad samples, lastly:\n{incident_table(incidents)}",
+        f"Guard: {in_a_row} steps in a row had bad samples, most recently:\n{incident_table(incidents)}",
         why=f"patience={patience} bad steps in a row point to something that does not pass by itself.",
         fix="gg.Guard(model, patience=...)   # if bad samples are to be expected in every step",
         incidents=incidents,

@@ -170,7 +170,7 @@ class Search:
         return None if conflict is None else (conflict, [row for row in failing if row not in conflict] + unknown)
 
     def _is_guilty(self, row: int) -> bool:
-        """Tell whether a row makes the anchor fail while as many good rows pass."""
+        """Return whether a row makes the anchor fail while as many good rows pass."""
         if not self._fails([row]):
             return False
         if self._full_size or len(self._anchor) + 1 in self._passed_sizes:
@@ -197,7 +197,7 @@ class Search:
         return tuple(sorted(conflict))
 
     def _fails_as_filled(self, part: Group, conflict: Group) -> bool:
-        """Tell whether a part of a conflict fails, too, whatever rows stand in for the others."""
+        """Return whether a part of a conflict fails, too, whatever rows stand in for the others."""
         company = [row for row in self._anchor if row not in conflict]
         others = list(self._others(conflict)) or self._anchor
         fills = (others, others[::-1], self._anchor)  # some may be guilty themselves, or fail as copies
@@ -219,12 +219,12 @@ class Search:
         return [row for row in self._rows if row not in found]
 
     def _others(self, group: Group) -> Iterator[int]:
-        """Give rows that are neither in a group nor in the anchor, those that are known to pass first."""
+        """Return rows that are neither in a group nor in the anchor, those that are known to pass first."""
         found = {row for group in self.groups for row in group}.union(group, self._anchor)
         return (row for row in dict.fromkeys([*self._good, *self._unhinted, *self._hint]) if row not in found)
 
     def _needs_anchor(self, group: Group) -> bool:
-        """Tell whether rows fail with the anchor only."""
+        """Return whether rows fail with the anchor only."""
         others = list(islice(self._others(group), 2)) or group
         return not self._full_size and self._ask([*group, *others]) is Verdict.PASSES
 
@@ -687,7 +687,7 @@ class Recovery:
         return outcome
 
     def _left_to_scaler(self, fault: StepFault, rows: list[int]) -> Outcome | None:
-        """Give the step with its overflow, for the scaler to see, if the overflow is gone without scaling."""
+        """Return the step with its overflow, for the scaler to see, if the overflow is gone without scaling."""
         if self.trial is self.probe or fault.cause != "non-finite gradient":
             return None
         self.state.restore()

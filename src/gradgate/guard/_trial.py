@@ -176,7 +176,7 @@ class Outsiders:
             warnings.warn(text, GradgateWarning, stacklevel=user_level())
 
     def _tops(self, modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Give the outermost named modules that are not under guard and contain these."""
+        """Return the outermost named modules that are not under guard and contain these."""
         named = [module for module in self._marks if self._names.get(module)]
         inner = {part for module in named for part in module.modules() if part is not module}
         top_of = {part: top for top in named if top not in inner for part in top.modules()}
@@ -196,7 +196,7 @@ class Outsiders:
         return f"gg.Guard({named[0]})" if len(named) == 1 else f"gg.Guard([{', '.join(dict.fromkeys(named))}])"
 
     def _runs(self, root: torch.nn.Module) -> bool:
-        """Tell whether a guarded module has a part in the loss, as far as that is known."""
+        """Return whether a guarded module has a part in the loss, as far as that is known."""
         return root in self._names or any(parameter.grad is not None for parameter in root.parameters())
 
 
@@ -233,7 +233,7 @@ class StepFault:
         return cls("exception", stage or found, error, call=call, spot=raising_spot(error.__traceback__))
 
     def same_as(self, other: StepFault) -> bool:
-        """Tell whether another try failed in the same way: the same cause, and for exceptions the same origin."""
+        """Return whether another try failed in the same way: the same cause, and for exceptions the same origin."""
         if self.error is None or other.error is None:
             return self.cause == other.cause
         return type(self.error) is type(other.error) and self.spot == other.spot and self.module is other.module
@@ -362,7 +362,7 @@ def refuse_foreign_loop() -> None:
 def advice(
     fault: StepFault, batch: Any, function: Callable[..., Any], parameters: list[torch.Tensor]
 ) -> tuple[str, str]:
-    """Give the reason and the fix that fit a fault that no sample is blamed for."""
+    """Return the reason and the fix that fit a fault that no sample is blamed for."""
     if _ignores_batch(function):
         return "`loss_fn` must use the batch that it is given: the guard calls it with parts of yours.", ""
     if fault.error is None:
@@ -440,7 +440,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def _ignores_batch(function: Callable[..., Any]) -> bool:
-    """Tell whether a plain function never reads its only argument."""
+    """Return whether a plain function never reads its only argument."""
     if not isinstance(function, types.FunctionType) or function.__code__.co_argcount != 1:
         return False
     name = function.__code__.co_varnames[0]
@@ -636,7 +636,7 @@ class LossTrial(Trial):
 
 
 def _counted(total: torch.Tensor, count: Any) -> torch.Tensor:
-    """Give the count of a total in double precision; a tensor is not read by the host."""
+    """Return the count of a total in double precision; a tensor is not read by the host."""
     numbers = count.numel() if isinstance(count, torch.Tensor) else int(isinstance(count, Real))
     if total.dim() or numbers != 1:
         raise ArgumentTypeError(
