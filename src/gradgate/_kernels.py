@@ -322,16 +322,6 @@ def nonfinite(tensors: Sequence[torch.Tensor]) -> bool | None:
     return found != 0
 
 
-def addresses(tensors: Sequence[torch.Tensor]) -> array[int]:
-    """Give where tensors begin in memory."""
-    return array("q", [tensor.data_ptr() for tensor in tensors])
-
-
-def copy(to: array[int], source: array[int], sizes: array[int]) -> None:
-    """Copy the bytes of several tensors; addresses are those of `addresses`."""
-    library.copy(to.buffer_info()[0], source.buffer_info()[0], sizes.buffer_info()[0], len(sizes))
-
-
 def memory(address: int, size: int) -> memoryview:
     """Give a view of memory that somebody else owns, and keeps."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
