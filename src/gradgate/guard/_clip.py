@@ -174,7 +174,7 @@ class ClippedTrial(LossTrial):
         rows = max(1, AT_ONCE // max(1, sum(value.numel() for value in values.values())))
         for index in torch.split(torch.arange(size, device="cpu"), rows):
             gradients, losses = gradient(values, index.unsqueeze(1))
-            yield losses, {name: of_samples for name, of_samples in gradients.items() if name in used}
+            yield losses.detach(), {name: of_samples for name, of_samples in gradients.items() if name in used}
         if self._state.was_rebound():
             raise RuntimeError("the model has assigned a buffer, which is of no use after vmap")
 
