@@ -35,6 +35,7 @@ OF_TWO = [
 ]
 OF_THREE = [sharded_faults.shards_with_random_faults, sharded_faults.shards_that_accumulate_and_stay_whole]
 OF_FOUR = [
+    sharded_faults.shards_with_random_faults,
     fault_injection.steps_with_random_faults_in_many_buffers,
     *stories_costs.STORIES,
     sharded_faults.shards_in_copies,

@@ -55,7 +55,6 @@ class Buckets:
         """Whether a backward is expected or running."""
         self._weight = 0.0
         self._earlier: Mapping[torch.Tensor, torch.Tensor] = {}
-        self._share = 1.0
         self._works: list[Any] = []
         self._sums: list[torch.Tensor] = []
         self._missing: list[int] = []
@@ -65,19 +64,17 @@ class Buckets:
         """Whether something was sent that is not what this rank has to give."""
         self._hook_parameters()
 
-    def begin(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], share: float) -> None:
-        """Start a round: new gradients times `weight`, plus `share` of the earlier ones."""
-        self._weight, self._earlier, self._share = weight, earlier, share
+    def begin(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], *, listen: bool = False) -> None:
+        """Start a round: new gradients times `weight`, plus the mean over ranks of earlier ones.
+
+        With `listen`, a backward follows, and what is ready is sent while it runs.
+        """
+        self._weight, self._earlier, self.listening = weight, earlier, listen
         self._works, self._sums = [], []
         if self._holders() != self._own_holders:
             self._lay_out()  # somebody has kept gradients, or adds to them
         self._error, self._last_is_filled, self.stale = None, False, False
         self._missing = [len(bucket.numbers) for bucket in self._buckets]
-
-    def listen(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], share: float) -> None:
-        """Start a round before a backward, and send what is ready while it runs; arguments as for `begin`."""
-        self.begin(weight, earlier, share)
-        self.listening = True
 
     def looks_finite(self) -> bool:
         """Send all but the last buffer after backward; return whether all is finite, which a finite sum proves."""
@@ -228,7 +225,7 @@ class Buckets:
                 else:
                     torch.mul(gradient, weight, out=view)
                 if self._earlier and not empty and parameter in self._earlier:
-                    view.add_(self._earlier[parameter], alpha=self._share)
+                    view.add_(self._earlier[parameter], alpha=1 / distributed.get_world_size(self._group))
 
 
 def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -279,7 +276,8 @@ class Replicas(Ranks):
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = list(replicas)
         super().__init__(replicas[0].process_group, next(iter(replicas[0].parameters())).device)
-        self._parameters = list(dict.fromkeys(p for replica in replicas for p in _reduced(replica)))
+        named = [(name, p, r) for r in replicas for name, p in r.module.named_parameters()]
+        self._parameters = list(dict.fromkeys(p for name, p, r in named if name not in r.parameters_to_ignore))
         self._buckets = Buckets([], self.group, WIDTH, self.device)
         self._sent = False
         self._factor = 1.0
@@ -298,7 +296,9 @@ class Replicas(Ranks):
         self._reduces = all(replica.require_backward_grad_sync for replica in self._replicas)
         self._sent = False
         if training:
-            self._choose_buckets()
+            trained, known = self.trained(), self._buckets.parameters
+            if len(trained) != len(known) or not all(map(operator.is_, trained, known)):  # something froze or thawed
+                self._buckets = Buckets(trained, self.group, WIDTH + len(trained), self.device)
             with self.talking():
                 for replica in self._replicas:
                     sync_buffers(replica)
@@ -312,7 +312,7 @@ class Replicas(Ranks):
         if self._reduces:
             self._sent = True
             weight = Share(kept=size, by_total=by_total).weight(self._expected)
-            self._buckets.listen(weight, state.earlier(), 1 / self.world_size)
+            self._buckets.begin(weight, state.earlier(), listen=True)
 
     def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
         """Look for NaN and Inf in the buffers that gradients are sent in, and in what is in none."""
@@ -341,7 +341,7 @@ class Replicas(Ranks):
         if self._sent:
             buckets.stop(weight)
         else:
-            buckets.begin(weight, earlier, 1 / self.world_size)
+            buckets.begin(weight, earlier)
         share.stale, share.earlier = buckets.stale, bool(earlier)
         share.write(buckets.numbers, [p.grad is not None or p in earlier for p in buckets.parameters])
         with self.talking():
@@ -351,7 +351,7 @@ class Replicas(Ranks):
             self._factor = expected / max(totals.kept, 1)
             if totals.kept and not totals.failed:
                 if totals.stale or (totals.earlier and totals.kept != expected):
-                    buckets.begin(share.weight(totals.kept), earlier, 1 / self.world_size)
+                    buckets.begin(share.weight(totals.kept), earlier)
                     buckets.finish()
                     self._factor = 1.0
                 self._expected = totals.kept
@@ -369,18 +369,6 @@ class Replicas(Ranks):
                     parameter.grad.mul_(factor)
             state.add_earlier_gradients()
 
-    def _choose_buckets(self) -> None:
-        """Make buffers for what is trained now; freezing something makes others."""
-        trained = self.trained()
-        known = self._buckets.parameters
-        if len(trained) != len(known) or not all(map(operator.is_, trained, known)):
-            self._buckets = Buckets(trained, self.group, WIDTH + len(trained), self.device)
-
     def trained(self) -> list[torch.Tensor]:
         """List the parameters that are trained."""
         return [parameter for parameter in self._parameters if parameter.requires_grad]
-
-
-def _reduced(replica: Replica) -> list[torch.nn.Parameter]:
-    ignored = replica.parameters_to_ignore
-    return [parameter for name, parameter in replica.module.named_parameters() if name not in ignored]

@@ -158,7 +158,8 @@ class SharedStep:
                 raise error from None
             raise
         guard._others_have_more, guard._busy_ranks = totals.more > 0, totals.busy
-        packs = self._agreement.gather((self._incidents, self._reasons())) if totals.reported else []
+        reasons = [] if self._recovered is None else self._recovered.reasons
+        packs = self._agreement.gather((self._incidents, reasons)) if totals.reported else []
         everything = tuple(incident for pack in packs for incident in pack[0])
         if totals.whole and totals.whole == totals.busy:
             self._raise_whole()
@@ -176,9 +177,6 @@ class SharedStep:
             guard._log_counts(totals.kept, tally)
         guard._tally, guard.global_step = tally, guard.global_step + 1
         return self._result(self._kept, totals, [reason for pack in packs for reason in pack[1]])
-
-    def _reasons(self) -> list[str]:
-        return [] if self._recovered is None else self._recovered.reasons
 
     def _raise_failure(self, error: BaseException | None) -> NoReturn:
         """Raise what was raised here; on the other ranks, an error that names it."""
