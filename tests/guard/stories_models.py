@@ -1,10 +1,11 @@
 """Two ranks: models of all kinds, what DistributedDataParallel can be told, and what is refused."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -253,17 +254,19 @@ def a_weight_from_the_last_step_does_not_overflow(rank):
 
 
 def losses_that_talk_to_other_ranks_themselves_are_refused(rank):
-    """After a fault one rank would call them alone; the first step counts collectives."""
-    for model in (replica(), fully_shard(network(), mesh=init_device_mesh("cpu", (2,)))):
+    """After a fault one rank would call them alone; the first step counts collectives, also if it is a bad one."""
+    for make, mark in itertools.product((replica, lambda: fully_shard(network())), (0.0, RAISES, NAN, GRADIENT)):
+        model = make()
         guard = gg.Guard(model)
+        batch = marked(data([4, 4]), rank_1={1: mark})[rank]
 
         def loss_fn(x, model=model):
             seen = torch.ones(1)
             dist.all_reduce(seen)
             return loss_of(model)(x) * (seen.item() == 2)
 
-        error = raised_by(lambda guard=guard, loss_fn=loss_fn: guard.backward(data([4, 4])[rank], loss_fn))
-        assert type(error) is gg.errors.ArgumentValueError
+        error = raised_by(lambda guard=guard, batch=batch, loss_fn=loss_fn: guard.backward(batch, loss_fn))
+        assert type(error) is gg.errors.ArgumentValueError, (mark, error)
         assert "`loss_fn` makes collectives of its own (1 in the first step)" in str(error)
         guard.backward(data([4, 4])[rank], loss_of(model))
         check_union(getattr(model, "module", model), torch.cat(data([4, 4])))

@@ -47,7 +47,7 @@ class SharedStep:
         self._function: LossFunction
         self._size = 0
         self._outcome = Outcome()
-        self._made_before = 0
+        self._made_before: int | None = None  # collectives; only where those of the loss are to be counted
         self._recovered: Recovered | None = None
         self._recorder: IncidentRecorder | None = None
         self._snapshot: bytes | None = None
@@ -96,8 +96,10 @@ class SharedStep:
             guard.run, guard._wishes = first
 
     def _refuse_collectives(self) -> None:
-        """Refuse, in the first step, a loss that talks to other ranks itself."""
-        made = collectives_made() - self._made_before - self._agreement.made
+        """Refuse, in the first step, a loss that talks to other ranks itself; before backward or a search."""
+        if self._made_before is None:
+            return
+        made, self._made_before = collectives_made() - self._made_before - self._agreement.made, None
         if made and self._agreement.world_size > 1:
             raise ArgumentValueError(
                 f"Guard.backward(): `loss_fn` makes collectives of its own ({made} in the first step).",
@@ -304,6 +306,7 @@ class ReplicatedStep(SharedStep):
             if self._outcome.skipped:
                 self._recovered = Recovered(None, [], [])
             if self._outcome.fault is not None:
+                self._refuse_collectives()
                 self._batch = untouched
                 self._agreement.withdraw()
                 self._search(trial, self._outcome.fault, writes)
@@ -315,8 +318,8 @@ class ReplicatedStep(SharedStep):
         return None
 
     def _before_backward(self, outcome: Outcome) -> None:
+        self._refuse_collectives()
         if self._guard._first:
-            self._refuse_collectives()
             self._guard._look_around(outcome)
         self._agreement.before_backward(self._size, self._guard._state, by_total=outcome.count is not None)
 
@@ -375,12 +378,14 @@ class ShardedStep(SharedStep):
         agreement, count = self._agreement, len(self._kept)
         first = self._guard._first
         agreement.begin(known=not self._again, counts=first)
-        self._made_before = collectives_made() if first else 0
+        self._made_before = collectives_made() if first else None
         self._outcome = Outcome()
         self._trial.before_backward = self._before_backward
         if error is None and count:
             try:
                 self._outcome = self._trial.run(batch, count)
+                if self._outcome.fault is not None:
+                    self._refuse_collectives()
                 if not first:
                     agreement.warn_of_timeout(agreement.longest_pause, "its longest time between two gathers")
             except torch.AcceleratorError:
@@ -403,8 +408,8 @@ class ShardedStep(SharedStep):
         return error
 
     def _before_backward(self, outcome: Outcome) -> None:
+        self._refuse_collectives()
         if self._guard._first:
-            self._refuse_collectives()
             self._guard._look_around(outcome, self._agreement.gathered())
         self._trial.weight = self._agreement.weight(len(self._kept), by_total=outcome.count is not None)
 
