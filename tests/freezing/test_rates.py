@@ -1,5 +1,7 @@
 """FreezeSchedule(lr=...): what thaws joins with a learning rate of its own that grows; state of what is frozen."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -88,6 +90,14 @@ def test_with_a_scheduler_and_after_a_resume():
     torch.testing.assert_close(got, expected(OPTIMIZERS["adamw"], decay=0.7))
     with pytest.raises(ArgumentValueError, match=r"the saved schedule has lr=\{2: 0.01, 3: 0.004\}, growth=2.0"):
         gg.FreezeSchedule(net(), PLAN).load_state_dict(saved[2])
+
+
+def test_a_state_that_was_saved_as_json():
+    schedule, again = (gg.FreezeSchedule(net(), PLAN, lr={max(PLAN): 1e-4}) for _ in range(2))
+    schedule.set_epoch(max(PLAN))
+    again.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert again.at == max(PLAN)
+    assert again.learning() == schedule.learning()
 
 
 def test_what_a_step_writes_into_its_group_stays():

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradgate as gg
-from gradgate.errors import ArgumentTypeError, ArgumentValueError, FrozenMovedError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, FailedCheckError, FrozenMovedError
 from tests.guard.ranks import ended_well, lived, needs, same_everywhere
 
 pytestmark = pytest.mark.distributed
@@ -282,6 +282,43 @@ def replicas_with_pins(rank):
     same_everywhere(*model.parameters())
 
 
+def the_largest_gradient_of_all_shards_is_clipped(rank):
+    """AdaptiveClip takes the norms of whole gradients, as on one process."""
+    for by in ("history", "ratio"):
+        model, twin = sharded(), network()
+        clips = [gg.AdaptiveClip(each, by, warmup=1) for each in (model, twin)]
+        for step in range(4):
+            model.zero_grad()
+            (model(data(step, rank)).pow(2).sum() * (1000 if step == 3 else 1)).backward()
+            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                theirs.grad = whole(mine.grad)
+            for clip in clips:
+                clip()
+            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(whole(mine.grad), theirs.grad)
+        assert clips[0].clipped == clips[1].clipped != {}
+
+
+def edits_of_shards_are_refused(rank):
+    """A write into what an index of a DTensor returns would be lost."""
+    model = sharded()
+    with pytest.raises(ArgumentTypeError, match=r"`x` is sharded over processes, a float32 tensor of shape \(5, 3\)"):
+        gg.at(model)["0.weight"][0, 0].set(7.0)
+    with pytest.raises(ArgumentTypeError, match="sharded over processes"):
+        gg.at(model[0].weight)[0, 0]
+    assert gg.at(model[0].weight.full_tensor())[0, 0].set(7.0)[0, 0] == 7
+
+
+def checks_of_shards_name_the_rows_on_every_process(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    values = torch.ones(5, 3)
+    gg.check(distribute_tensor(values, mesh, [Shard(0)]), "finite")
+    values[4, 1] = float("nan")
+    with pytest.raises(FailedCheckError, match=r"1 of 5 rows is not finite: 4\. x\[4, 1\] is nan") as error:
+        gg.check(distribute_tensor(values, mesh, [Shard(0)]), "finite")
+    assert list(error.value.rows) == [4]
+
+
 STORIES = [
     pins_stay_under_any_optimizer,
     momentum_is_cleared,
@@ -296,6 +333,9 @@ STORIES = [
     rows_are_refused_by_a_later_fully_shard,
     other_placements,
     replicas_with_pins,
+    the_largest_gradient_of_all_shards_is_clipped,
+    edits_of_shards_are_refused,
+    checks_of_shards_name_the_rows_on_every_process,
 ]
 
 

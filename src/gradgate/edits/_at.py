@@ -9,6 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar, overload
 import torch
 
 from gradgate._names import describe, listed, nearest
+from gradgate._torch_distributed import is_sharded
 from gradgate._trees import children_of, leaves_of, rebuilt
 from gradgate.edits._in_place import State
 from gradgate.edits._index import Mode, ParsedIndex, as_value, check_mode, fit, read
@@ -177,7 +178,7 @@ def at(x: Any, name: str | None = None) -> At[Any] | Tree:
         if it is tied. Module and tree stay as they are.
 
     Raises:
-        ArgumentTypeError: x is none of these, or a name is missing or one too many.
+        ArgumentTypeError: x is none of these, is sharded, sparse or nested, or a name is missing or one too many.
         NothingMatchedError: There is no tensor of that name.
 
     Gradient:
@@ -224,6 +225,12 @@ def at(x: Any, name: str | None = None) -> At[Any] | Tree:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
+    if is_sharded(x):
+        raise ArgumentTypeError(
+            f"at(): `x` is sharded over processes, {describe(x)}.",
+            why="an edit of one process's part would be lost, or be made at other places.",
+            fix="gg.at(x.full_tensor())   # the whole of it, on every process",
+        )
     if x.layout is torch.strided and not x.is_nested:
         return x
     raise ArgumentTypeError(

@@ -168,7 +168,8 @@ class FreezeSchedule:
                 why="the run would go on with other parts learning than it had.",
                 fix="schedule = gg.FreezeSchedule(model, the_plan_of_that_run)",
             )
-        if (dict(state.get("lr", {})), state.get("growth", self._growth)) != (self._lr, self._growth):
+        rates = {int(at): rate for at, rate in state.get("lr", {}).items()}
+        if (rates, state.get("growth", self._growth)) != (self._lr, self._growth):
             raise ArgumentValueError(
                 f"load_state_dict(): the saved schedule has lr={state.get('lr')}, growth={state.get('growth')}.",
                 why="the run would go on with other learning rates than it had.",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from gradgate._checks import check_module, wrong_value
+from gradgate._torch_distributed import is_sharded
 
 _NORMAL = 1.4826
 """The standard deviation of a normal distribution, in its median absolute deviations."""
@@ -29,6 +30,8 @@ class AdaptiveClip:
 
     By `"ratio"`, the gradient of each row of a weight (of a whole bias, or one that is sparse) may be `threshold` times
     the norm of that row, which counts as 0.001 at least.
+
+    With FSDP2 the norms are those of whole gradients; every process calls it, as it would `clip_grad_norm_`.
 
     A gradient that is not finite stays as it is and is not in the history: `gg.Guard` finds the sample that made it.
 
@@ -103,9 +106,9 @@ class AdaptiveClip:
         self._history, self._counts = self._history.to(device), self._counts.to(device)
         if self.by == "ratio":
             scales = [self._ratio(weight, gradient) for weight, gradient in zip(weights, gradients, strict=True)]
-            clipped = torch.stack([(scale < 1).any().to(device) for scale in scales])
+            clipped = torch.stack([_whole((scale < 1).any()).to(device) for scale in scales])
         else:
-            norms = torch.stack([_norm(gradient).float().to(device) for gradient in gradients])
+            norms = torch.stack([_whole(_norm(gradient)).float().to(device) for gradient in gradients])
             factors = self._by_history(torch.tensor(rows, device=device), norms)
             scales, clipped = list(factors.unbind()), factors < 1
         for gradient, scale in zip(gradients, scales, strict=True):
@@ -163,6 +166,11 @@ class AdaptiveClip:
         by_row = weight.dim() > 1 and not gradient.is_sparse
         limit, norm = self.threshold * _norm(weight, by_row).clamp(min=_LEAST_WEIGHT), _norm(gradient, by_row)
         return torch.where((norm > limit) & norm.isfinite(), limit / norm, 1.0)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """Return a result over all shards on every process, as `clip_grad_norm_` needs it too."""
+    return x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def _norm(x: torch.Tensor, by_row: bool = False) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from gradgate._checks import check_tensor
 from gradgate._names import describe, listed
+from gradgate._torch_distributed import is_sharded
 from gradgate._torch_private import assert_later, has_data, outside_functorch, without_batching
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, FailedCheckError
 
@@ -61,6 +62,8 @@ def check(x: torch.Tensor, condition: Condition, message: str = "") -> torch.Ten
     if torch.compiler.is_compiling():
         assert_later(good.all(), f"{message or 'check()'}: some rows {wrong[1]}")
         return x
+    if is_sharded(good):  # every process calls this, and raises alike
+        good = good.full_tensor()  # type: ignore[attr-defined]
     good, values = without_batching(good.detach()), without_batching(x.detach())
     if not has_data(good):
         assert_later(good.all(), f"{message or 'check()'}: some rows {wrong[1]}")
@@ -103,7 +106,8 @@ def _fail(x: torch.Tensor, good: torch.Tensor, message: str, wrong: tuple[str, s
     with outside_functorch():  # torch 2.8 gives no list there
         bad = (~good).nonzero().tolist()
     place, rows = tuple(bad[0]), sorted({index[0] for index in bad})
-    first = f" x[{', '.join(map(str, place))}] is {x[place].item()}." if x.shape == good.shape else ""
+    value = (x.full_tensor() if is_sharded(x) else x)[place].item() if x.shape == good.shape else None  # type: ignore[attr-defined]
+    first = f" x[{', '.join(map(str, place))}] is {value}." if value is not None else ""
     raise FailedCheckError(
         f"{message}: {len(rows)} of {len(good)} rows {wrong[len(rows) > 1]}: {listed(rows)}.{first}", rows=rows
     )
