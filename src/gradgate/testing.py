@@ -39,7 +39,7 @@ def assert_learns(
     Args:
         model: The model. What is frozen (requires_grad is False) is not asked to learn.
         batch: One batch, handed on as it is.
-        loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; gives the loss.
+        loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; returns the loss.
         steps: Also take so many steps of Adam on this batch and prove that the loss has become smaller.
         learning_rate: The learning rate of those.
 
@@ -69,7 +69,7 @@ def assert_no_cut(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> None:
     Args:
         model: The model.
         batch: One batch.
-        loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; gives the loss.
+        loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; returns the loss.
 
     Raises:
         AssertionError: A line cuts; the message says which.
@@ -89,7 +89,7 @@ def assert_finite_grads(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> 
     Args:
         model: The model.
         batch: One batch.
-        loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; gives the loss.
+        loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; returns the loss.
 
     Raises:
         AssertionError: A gradient is NaN or Inf; the message says where it was produced and in which samples.
@@ -109,7 +109,7 @@ def assert_frozen(*handles: Any) -> None:
     """Prove that nothing moved since these were frozen.
 
     Args:
-        *handles: What `gg.freeze`, `gg.train_only`, `gg.pin` or `gg.train_rows` gave.
+        *handles: What `gg.freeze`, `gg.train_only`, `gg.pin` or `gg.train_rows` returned.
 
     Raises:
         FrozenMovedError: A frozen element is not what it was; it is an AssertionError too.
@@ -192,7 +192,7 @@ def _text(findings: tuple[Finding, ...]) -> str:
 
 
 def _losses(model: torch.nn.Module, step: Callable[[], torch.Tensor], steps: int, rate: float) -> tuple[float, float]:
-    """Train on the batch for a while and give the first and the last loss."""
+    """Train on the batch for a while and return the first and the last loss."""
     losses = []
     with _left_as_it_was(model):
         optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate)

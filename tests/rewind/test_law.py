@@ -62,7 +62,7 @@ def test_nan_decides_at_once():
     assert "the loss is nan" in rewound[0].reason
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.data(),
     st.integers(1, 30),
@@ -70,13 +70,14 @@ def test_nan_decides_at_once():
     st.integers(0, 4),
     st.integers(1, 4),
     st.sampled_from(list(OPTIMIZERS)),
+    st.sampled_from([{}, {"scaled": True}, {"accumulate": 2}, {"guarded": True}]),
 )
-def test_random_streams(data, every, depth, lookback, patience, optimizer):
+def test_random_streams(data, every, depth, lookback, patience, optimizer, more):
     poisoned = data.draw(st.sets(st.integers(0, 59), max_size=2))
     options = {"every": every, "depth": depth, "lookback": lookback, "patience": patience}
     with warnings.catch_warnings(), contextlib.suppress(TooManyRewinds):
         warnings.simplefilter("ignore", gg.errors.GradgateWarning)
-        check_law(stream(60, poisoned, seed=every), options, optimizer=optimizer)
+        check_law(stream(60, poisoned, seed=every), options, optimizer=optimizer, **more)
 
 
 def test_a_healthy_training_is_the_plain_one():

@@ -21,7 +21,6 @@ from accelerate.utils import recursively_apply
 from gradgate._loader_link import follow
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard import Guard, GuardResult
-from gradgate.ledger import Ledger
 from gradgate.loading import ResilientLoader
 from gradgate.rewind import Rewind
 
@@ -41,7 +40,7 @@ class AcceleratedGuard(Guard):
 
     Args:
         accelerator: The accelerator.
-        model: The model that `accelerator.prepare` gave, or several.
+        model: The model that `accelerator.prepare` returned, or several.
         ledger: As for `Guard`.
         rewind: Options of `gg.Rewind`, `{}` for its defaults: after a loss spike, model, optimizers, schedulers, scaler
             and guard return to a snapshot. Prepare them before, and take batches from `guard.batches(loader)`.
@@ -100,11 +99,12 @@ class AcceleratedGuard(Guard):
                     fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # before the guard",
                 )
             parts = [*modules, *(one.optimizer for one in accelerator._optimizers)]
-            parts += [*(one.scheduler for one in accelerator._schedulers), self, _Accumulated(accelerator)]
-            parts += [accelerator.scaler] if accelerator.scaler is not None else []
-            # One process records the suspects of all.
-            ledgers = [sink for sink in self._sinks if isinstance(sink, Ledger) and accelerator.is_main_process]
-            self.rewind = Rewind(*parts, **{"ledger": ledgers[0] if ledgers else None, **rewind})
+            parts += [
+                *(one.scheduler for one in accelerator._schedulers),
+                accelerator.scaler,
+                _Accumulated(accelerator),
+            ]
+            self.rewind = Rewind._beside(self, parts, rewind)
 
     def backward(self, batch: Any, loss_fn: Callable[[Any], Any], ids: Any = None, **_: Any) -> GuardResult:
         """Make forward, loss and backward of a batch, in place of `accelerator.backward(loss)`.
@@ -129,7 +129,7 @@ class AcceleratedGuard(Guard):
         return result
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Give the batches of a prepared loader; with `rewind`, after a spike, the innocent ones again.
+        """Yield the batches of a prepared loader; with `rewind`, after a spike, the innocent ones again.
 
         Args:
             loader: The prepared loader.
@@ -166,7 +166,7 @@ class AcceleratedGuard(Guard):
             self.rewind.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def _rewind_file(self, folder: str) -> Path:
-        """Give the file of this process: each has its own shards, losses and random state."""
+        """Return the file of this process: each has its own shards, losses and random state."""
         return Path(folder) / f"gradgate-rewind-{self._accelerator.process_index}.pt"
 
 
@@ -195,7 +195,7 @@ def refuse_own_backward(accelerator: Accelerator, where: str) -> None:
 
 @contextmanager
 def lending(accelerator: Accelerator, backward: Callable[..., None], processes: int) -> Iterator[None]:
-    """Give the loss to `backward` instead of walking back; nothing waits for other processes, who may not come."""
+    """Pass the loss to `backward` instead of running it; nothing waits for other processes, which may not come."""
 
     def repeated(data: Any, *_: Any, **__: Any) -> Any:
         return recursively_apply(lambda part: torch.cat([part.reshape(part.shape or (1,))] * processes), data)
@@ -229,7 +229,7 @@ def _preparing_resilient(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _skipping_resilient(skip: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `skip_first_batches`, which makes a new loader, give one that is resilient where the old one was."""
+    """Let `skip_first_batches`, which makes a new loader, return one that is resilient where the old one was."""
 
     @wraps(skip)
     def skip_all(loader: Any, num_batches: int = 0) -> Any:

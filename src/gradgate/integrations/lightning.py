@@ -1,7 +1,7 @@
 """The guard in PyTorch Lightning: `training_step` stays as it was, and the Trainer keeps everything else.
 
 With automatic optimization the guard is around `strategy.training_step`, so that autocast and the wrapper of the ranks
-are inside of each try. The closure that the Trainer gives to the optimizer is made here: gradients are set to zero
+are inside of each try. The closure that the Trainer passes to the optimizer is made here: gradients are set to zero
 first, then comes the guarded step.
 
 Importing this module also lets Lightning prepare the loaders of `gg.resilient`. Without it, every process trains on
@@ -31,7 +31,6 @@ from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, GradgateError
 from gradgate.guard import Guard, GuardResult
 from gradgate.guard._trial import NO_LOSS
-from gradgate.ledger import Ledger
 from gradgate.loading import ResilientLoader
 from gradgate.rewind import Rewind
 
@@ -116,14 +115,7 @@ class GuardedModule(L.LightningModule):
         return _callback_of(self.trainer)._backward(self, batch, loss_fn, ids)[0]
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value as `LightningModule.log` does; in a guarded step, that of the samples that are kept.
-
-        Args:
-            name: The name.
-            value: The value.
-            *args: As for `LightningModule.log`.
-            **options: As for `LightningModule.log`.
-        """
+        """Log a value as `LightningModule.log` does; in a guarded step, that of the samples that are kept."""
         if self._logs is None:
             if not self._muted:
                 super().log(name, value, *args, **options)
@@ -134,7 +126,7 @@ class GuardedModule(L.LightningModule):
 
 
 class GuardCallback(L.Callback):
-    """Gives options to the guard of a `GuardedModule`, logs its counters, and has its state in checkpoints.
+    """Passes options to the guard of a `GuardedModule`, logs its counters, and has its state in checkpoints.
 
     `gradgate/dropped` and `gradgate/kept` (since the last time), `gradgate/dropped_total` and `gradgate/bad_steps` are
     logged at each step with bad samples, every `log_every_n_steps` steps, and at the end of an epoch. Callbacks find
@@ -163,7 +155,7 @@ class GuardCallback(L.Callback):
         self._guard: Guard | None = None
         self._state: Mapping[str, Any] | None = None
         self._metrics: list[Metric] = []
-        self._told = (0, 0)  # the samples and drops that were logged
+        self._logged = (0, 0)  # the samples and drops that were logged
 
     @property
     def guard(self) -> Guard:
@@ -183,10 +175,6 @@ class GuardCallback(L.Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the guard.
 
-        Args:
-            trainer: The Trainer.
-            pl_module: The module.
-
         Raises:
             ArgumentTypeError: The module, or its strategy, cannot be guarded.
         """
@@ -201,10 +189,6 @@ class GuardCallback(L.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the loaders number what they leave out by the guard's steps, and make the `Rewind`.
 
-        Args:
-            trainer: The Trainer.
-            pl_module: The module.
-
         Raises:
             ArgumentTypeError: There is a `rewind`, and steps of this training cannot be made again.
         """
@@ -217,53 +201,28 @@ class GuardCallback(L.Callback):
             self.rewind = self._make_rewind(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the epoch.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The module.
-        """
+        """Note the epoch."""
         self.guard.epoch = trainer.current_epoch
         if self.rewind is not None:
             self._losses.clear()
             self.rewind._enter(())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the batch while its step may have to be made again.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The module.
-            batch: The batch.
-            batch_idx: Its number.
-        """
+        """Keep the batch while its step may have to be made again."""
         if self.rewind is not None:
             self.rewind._pulled = batch_idx
             self.rewind._add(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the counters, if there is something new or it is time to log, and observe the loss of a step.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The module.
-            outputs: What the step gave.
-            batch: The batch.
-            batch_idx: Its number.
-        """
-        if self.guard._tally.dropped != self._told[1] or trainer._logger_connector.should_update_logs:
+        """Log the counters, if there is something new or it is time to log, and observe the loss of a step."""
+        if self.guard._tally.dropped != self._logged[1] or trainer._logger_connector.should_update_logs:
             self._log(trainer)
         if self.rewind is not None and self._losses and not trainer.fit_loop._should_accumulate():
             losses, self._losses = self._losses, []
             self.rewind.observe(losses[0] if len(losses) == 1 else torch.stack(losses).mean())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the counters for callbacks, too.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The module.
-        """
+        """Log the counters for callbacks, too."""
         if self.rewind is not None:
             self.rewind._leave()
         if not trainer.barebones:
@@ -272,11 +231,7 @@ class GuardCallback(L.Callback):
             pl_module.log("gradgate/dropped_total", dropped, logger=False, sync_dist=trainer.world_size > 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what the guard has counted, for the checkpoint.
-
-        Returns:
-            Plain values.
-        """
+        """Return what the guard has counted, for the checkpoint."""
         if self._guard is None:
             return {}
         state = self._guard.state_dict()
@@ -285,24 +240,20 @@ class GuardCallback(L.Callback):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting where a saved guard stopped.
-
-        Args:
-            state_dict: What `state_dict` gave.
-        """
+        """Go on counting where a saved guard stopped."""
         self._state = state_dict or None
         if state_dict and self._guard is not None:
             self._guard.load_state_dict({name: value for name, value in state_dict.items() if name != "rewind"})
-            self._told = self._guard._tally.samples, self._guard._tally.dropped
+            self._logged = self._guard._tally.samples, self._guard._tally.dropped
 
     def _log(self, trainer: Any) -> None:
         tally = self.guard._tally
-        samples, dropped = tally.samples - self._told[0], tally.dropped - self._told[1]
+        samples, dropped = tally.samples - self._logged[0], tally.dropped - self._logged[1]
         counts = {"kept": samples - dropped, "dropped": dropped, "dropped_total": tally.dropped}
         if dropped:
             counts["bad_steps"] = tally.bad_steps
         if samples:
-            self._told = tally.samples, tally.dropped
+            self._logged = tally.samples, tally.dropped
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             for logger in trainer.loggers:
                 logger.log_metrics({f"gradgate/{name}": count for name, count in counts.items()}, step=step)
@@ -323,12 +274,11 @@ class GuardCallback(L.Callback):
                 fix='{"scheduler": scheduler, "interval": "epoch", "monitor": "loss"}   # in configure_optimizers',
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        parts = [trainer.strategy.model, *trainer.optimizers, *schedulers, self.guard, *([scaler] if scaler else [])]
-        ledgers = [sink for sink in self.guard._sinks if isinstance(sink, Ledger) and trainer.is_global_zero]
-        rewind = Rewind(*parts, **{"ledger": ledgers[0] if ledgers else None, **(self._rewind_options or {})})
+        parts = [trainer.strategy.model, *trainer.optimizers, *schedulers, scaler]
+        rewind = Rewind._beside(self.guard, parts, self._rewind_options or {})
         if self._state is not None and "rewind" in self._state:
             rewind._load_history(self._state["rewind"])
-        rewind._number, rewind.make_step_again = trainer.global_step, partial(self._make_step_again, trainer, module)
+        rewind._number, rewind._make_step_again = trainer.global_step, partial(self._make_step_again, trainer, module)
         return rewind
 
     def _make_step_again(self, trainer: Any, module: Any, step: list[Any]) -> torch.Tensor:
@@ -363,14 +313,14 @@ class GuardCallback(L.Callback):
     def _backward(
         self, module: GuardedModule, batch: Any, function: Callable[[Any], Any], ids: Any = None, accumulate: int = 1
     ) -> tuple[GuardResult, Any]:
-        """Make a guarded step, and give its result and what the function gave for the samples that are kept."""
+        """Make a guarded step, and return its result and what the function returned for the samples that are kept."""
         guard, trainer = self.guard, module.trainer
         tries = _Tries(module, function, self._metrics)
         bad = guard._tally.bad_steps
         guard.global_step = trainer.global_step
         precision = trainer.precision_plugin
         if isinstance(batch, list) and not batch:
-            batch = None  # what a resilient loader gives, among ranks, if it can load nothing
+            batch = None  # what a resilient loader yields, among ranks, if it can load nothing
         try:
             result = guard.backward(batch, tries, ids, scaler=getattr(precision, "scaler", None), accumulate=accumulate)
         except BaseException:
@@ -421,7 +371,7 @@ class _Tries:
             vars(metric).update({name: _copied(value) for name, value in state.items()})
 
     def conclude(self, result: GuardResult, guard: Guard, *, bad: bool) -> Any:
-        """Log what the last try logged, and give what it gave; nothing of it where no sample was kept."""
+        """Log what the last try logged, and return what it returned; nothing of it where no sample was kept."""
         skipped = self._calls > 0 and self.output is None  # by the user
         if not result.kept and not skipped:
             self.put_back()
@@ -539,7 +489,7 @@ def _closure(loop: Any, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
 
 
 def _loss_of(result: GuardResult, output: Any) -> torch.Tensor | None:
-    """Give the loss for callbacks: this rank's, as without a guard, or that of all if nothing is kept here."""
+    """Return the loss for callbacks: this rank's, as without a guard, or that of all if nothing is kept here."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.detach()

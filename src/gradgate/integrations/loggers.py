@@ -1,6 +1,6 @@
 """Where the counters of a guard go: `Guard(log=tensorboard(writer))`, and the same for Weights & Biases and MLflow.
 
-Each function gives what `Guard(log=...)` takes: `log(tag, value, step)`. The tags are `gradgate/kept`,
+Each function returns what `Guard(log=...)` takes: `log(tag, value, step)`. The tags are `gradgate/kept`,
 `gradgate/dropped`, `gradgate/dropped_total`, and after a step with bad samples `gradgate/bad_steps`.
 """
 
@@ -50,7 +50,7 @@ def wandb(run: Any = None) -> Log:
     the guard in one row, the last counts.
 
     Args:
-        run: What `wandb.init(...)` gave; by default, the active one.
+        run: What `wandb.init(...)` returned; by default, the active one.
 
     Returns:
         What `Guard(log=...)` takes.
@@ -118,7 +118,7 @@ def mlflow(client: Any = None, run_id: str | None = None) -> Log:
 
 
 def _method(owner: Any, name: str, call: str, example: str) -> Any:
-    """Give the method that a logger writes with."""
+    """Return the method that a logger writes with."""
     if callable(method := getattr(owner, name, None)):
         return method
     function = call.partition("(")[0]

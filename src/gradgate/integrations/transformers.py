@@ -48,7 +48,7 @@ class GuardedTrainerMixin(_AnyTrainer):
     """Lets a subclass of `Trainer` train without its bad samples: `class Mine(GuardedTrainerMixin, SFTTrainer)`.
 
     The weights are those of the same run on data without the bad samples. What cannot be loaded or collated is left
-    out by `gg.resilient`, and what raises or gives a loss or gradient that is not finite by the guard. The guard
+    out by `gg.resilient`, and what raises or has a loss or gradient that is not finite by the guard. The guard
     (`trainer.guard`) has the trainer's epochs and steps. Its counters are saved with each checkpoint and loaded from
     it, and `log_history` has `gradgate/dropped`, since the last entry, and `gradgate/dropped_total`.
 
@@ -121,7 +121,7 @@ class GuardedTrainerMixin(_AnyTrainer):
     # --- Loading --------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Give the loader of the trainer, in which a sample that cannot be loaded or collated costs only itself."""
+        """Return the loader of the trainer, in which a sample that cannot be loaded or collated costs only itself."""
         loader = super().get_train_dataloader()
         try:
             if isinstance(getattr(loader, "base_dataloader", loader), DataLoader):
@@ -139,7 +139,7 @@ class GuardedTrainerMixin(_AnyTrainer):
         return loader
 
     def _names(self) -> Callable[[int], object] | None:
-        """Give the function that names samples by the column of ids; by their index where it cannot be read."""
+        """Return the function that names samples by the column of ids; by their index where it cannot be read."""
         data, column = self.train_dataset, self._id_column
         if column is None:
             return None
@@ -175,7 +175,7 @@ class GuardedTrainerMixin(_AnyTrainer):
         return batches, count
 
     def _some(self, batch: Any) -> Any:
-        """Give a batch as it is; for one of no samples, one that the trainer can count as it counts the others."""
+        """Return a batch as it is; for one of no samples, one that the trainer can count as it counts the others."""
         if batch is None:
             return _NoSamples({key: torch.empty(0, dtype=torch.long, device=self.args.device) for key in self._keys})
         if isinstance(batch, Mapping):
@@ -296,15 +296,12 @@ class GuardedTrainerMixin(_AnyTrainer):
                 fix='TrainingArguments(..., lr_scheduler_type="cosine")',
             )
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        parts = [self.model_wrapped, optimizer, self.lr_scheduler, guard, self.accelerator.scaler]
-        ledgers = [sink for sink in guard._sinks if isinstance(sink, Ledger) and self.args.should_save]
-        rewind = Rewind(
-            *(part for part in parts if part is not None), **{"ledger": ledgers[0] if ledgers else None, **options}
-        )
+        parts = [self.model_wrapped, optimizer, self.lr_scheduler, self.accelerator.scaler]
+        rewind = Rewind._beside(guard, parts, options)
         if self._saved_rewind is not None:
             rewind._load_history(self._saved_rewind)
             self._saved_rewind = None
-        rewind._number, rewind.make_step_again = self.state.global_step, self._make_step_again
+        rewind._number, rewind._make_step_again = self.state.global_step, self._make_step_again
         return rewind
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
@@ -342,13 +339,7 @@ class GuardedTrainerMixin(_AnyTrainer):
     # --- Logs and checkpoints -------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log, and with each loss of the training how many samples were dropped.
-
-        Args:
-            logs: The values.
-            *args: What the trainer takes.
-            **options: What the trainer takes.
-        """
+        """Log, and with each loss of the training how many samples were dropped."""
         if self.guard is not None and "loss" in logs:
             total = self.guard.summary().dropped
             logs |= {"gradgate/dropped": total - self._logged, "gradgate/dropped_total": total}
@@ -409,7 +400,7 @@ class _MicroBatch:
     loss: torch.Tensor
 
     def kept_of(self, guard: Guard) -> Any:
-        """Give the samples that took part; None for none of them."""
+        """Return the samples that took part; None for none of them."""
         if self.batch is None or not self.kept:
             return None
         size = guard._reader.count(self.batch)

@@ -1,8 +1,8 @@
 """Rewind: a loss that runs away costs some batches, not the run.
 
 A batch can be finite and still ruin the weights; the loss shows it some steps later. `Rewind` keeps snapshots of the
-training in memory. When the loss spikes it restores the last snapshot before the first suspect step, gives the innocent
-batches since then once more, leaves the suspects out, and goes on.
+training in memory. When the loss spikes it restores the last snapshot before the first suspect step, yields the
+innocent batches since then once more, leaves the suspects out, and goes on.
 
 Words of this file: a *step* is what lies between two calls of `observe`: one batch or, under gradient accumulation,
 several. The *timeline* is the sequence of steps that the current weights have seen; a rewind cuts its end off. A batch
@@ -12,6 +12,7 @@ has a *doubt* if going back beyond it cannot be exact, because something happene
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 import warnings
@@ -80,8 +81,8 @@ class Rewind:
     every random state. A loss above median + `threshold` x MAD of the last `window` for `patience` observations in a
     row, or one that is not finite, is a spike. The steps from `lookback` before its first one to now are suspects.
 
-    Then everything is as in the last snapshot before the first suspect, `batches` gives the innocent batches since then
-    once more, and training goes on: bit-identical to the same training on the stream without the suspects.
+    Then everything is as in the last snapshot before the first suspect, `batches` yields the innocent batches since
+    then once more, and training goes on: bit-identical to the same training on the stream without the suspects.
 
     Args:
         *parts: Modules, the optimizer, and whatever else changes from step to step and has `state_dict` and
@@ -95,7 +96,7 @@ class Rewind:
         patience: How many observations in a row must be above it.
         lookback: How many steps before the first of them are suspects, too: the loss of a step shows the update before.
         max_rewinds: After so many rewinds of a run the next one raises.
-        ids: `ids(batch)` gives the ids of the samples of a batch, or the key that a batch has them under. Batches of
+        ids: `ids(batch)` returns the ids of the samples of a batch, or the key that a batch has them under. Batches of
             `gg.resilient(loader)` need none.
 
     Raises:
@@ -134,7 +135,7 @@ class Rewind:
         max_rewinds: int = 5,
         ids: str | Callable[[Batch], Sequence[Any]] | None = None,
     ) -> None:
-        _check_numbers(every=every, depth=depth, window=window, patience=patience)
+        _check_numbers(1, every=every, depth=depth, window=window, patience=patience)
         _check_numbers(0, lookback=lookback, max_rewinds=max_rewinds)
         if not threshold > 0:
             raise ArgumentValueError(
@@ -152,13 +153,13 @@ class Rewind:
         self.every, self.depth, self.patience, self.lookback = every, max(depth, 2), patience, lookback
         self.max_rewinds = max_rewinds
         # What makes an innocent step again, for loops that cannot be given their batches again; it returns the loss.
-        self.make_step_again: Callable[[list[_Given]], torch.Tensor] | None = None
+        self._make_step_again: Callable[[list[_Given]], torch.Tensor] | None = None
         self.rewinds: list[Rewound] = []
         """The rewinds of this run, in order."""
         self._ids = ids
-        if ledger is not None and not isinstance(ledger, Ledger):
-            ledger = Ledger(ledger) if self._ranks.rank == 0 else None
-        self._ledger = ledger
+        if self._ranks.rank:
+            ledger = None  # the first rank records for all
+        self._ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
         self._loss, self._norm = Level(window, threshold), Level(window, threshold)
         self._snapshots: list[StateSnapshot] = []  # the first is from before every possible suspect
         self._spare: list[StateSnapshot] = []
@@ -171,9 +172,9 @@ class Rewind:
         self._number = 0  # of the next step that is new
         self._open: list[_Given] = []  # batches since the last observation
         self._again: deque[_Given] = deque()
-        self._epoch = self._pulled = 0  # calls of `batches`, and how many batches the loader gave in this one
+        self._epoch = self._pulled = 0  # calls of `batches`, and how many batches the loader yielded in this one
         self._loader: Iterable[Batch] = ()
-        self._current: object = None  # the generator that gives batches now
+        self._current: object = None  # the generator that yields batches now
         self._left: _Outside | None = None  # how the last epoch was left
         self._before: dict[str, Any] | None = None  # the random state after the last step, or before the next batch
         self._draws = False  # whether the loader draws for each batch
@@ -184,10 +185,16 @@ class Rewind:
         self._healthy: list[_Step] = []  # the last one before the first snapshot
         self._evidence: _Evidence | None = None  # of the last spike, while the snapshot before it is kept
 
+    @classmethod
+    def _beside(cls, guard: Any, parts: Iterable[Any], options: Mapping[str, Any]) -> Rewind:
+        """Make the `Rewind` of a framework's training, which records where its guard does."""
+        ledger = next((sink for sink in guard._sinks if isinstance(sink, Ledger)), None)
+        return cls(*(part for part in parts if part is not None), guard, **{"ledger": ledger, **options})
+
     # --- the stream -----------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Give the batches of a loader, after a rewind the innocent ones once more, without the suspects.
+        """Yield the batches of a loader, after a rewind the innocent ones once more, without the suspects.
 
         Batches are kept by reference while they may be needed again: `every` + `patience` + `lookback` steps at most,
         and one before them. Call it once for each epoch.
@@ -239,7 +246,7 @@ class Rewind:
         return source
 
     def _pull(self, source: Iterator[Batch]) -> bool:
-        """Get a new batch from the loader; tell whether there was one."""
+        """Get a new batch from the loader; return whether there was one."""
         position = self._position() if not self._snapshots else None
         if self._before is None:
             self._before = self._random_state()
@@ -265,7 +272,7 @@ class Rewind:
         if self._draws:
             self._doubt = _DRAWS_DOUBT
         given = _Given(None, self._epoch, self._pulled, self._doubt, self._between)
-        given.hold(batch)
+        given.keep(batch)
         if self._carried is not None:
             self._carried.put_back(self._parts)
             given.between, self._carried = self._carried, None
@@ -334,11 +341,11 @@ class Rewind:
         self._unread.append((self._end - 1, Reading(loss, grad_norm)))
         if (spike := self._read(0 if self._unread[-1][1].on_host else 1)) is not None:
             rewound = self._go_back(spike)
-            while self._again and self.make_step_again is not None:
+            while self._again and self._make_step_again is not None:
                 step = [self._open_next()]
                 while self._again and self._again[0].number == step[0].number:
                     step.append(self._open_next())
-                self.observe(self.make_step_again(step))
+                self.observe(self._make_step_again(step))
             return rewound
         self._advance()
         self._before = self._random_state()
@@ -360,7 +367,7 @@ class Rewind:
         return self._offset + len(self._steps)
 
     def _read(self, late: int) -> str | None:
-        """Judge all but the last few observations, which a device may still compute; give a spike that is complete."""
+        """Judge all but the last few observations, which a device may still compute; return a complete spike."""
         while len(self._asked) > late:
             if (spike := self._judge(*self._asked.popleft())) is not None:
                 return spike
@@ -381,7 +388,7 @@ class Rewind:
     def _judge(
         self, where: int, loss: float, norm: float | None, reason: str, answer: Callable[[], tuple[bool, bool]]
     ) -> str | None:
-        """Count an observation as usual or as high; give the spike that it completes."""
+        """Count an observation as usual or as high; return the spike that it completes."""
         high, broken = answer()
         self._steps[where - self._offset].loss = loss
         if not high:
@@ -413,7 +420,7 @@ class Rewind:
             self._take(self._snapshots[-1].loader if self._again else self._position())
 
     def _position(self) -> tuple[int, int, Any]:
-        """Give where in its epoch the loader is, with its state if it has one."""
+        """Return where in its epoch the loader is, with its state if it has one."""
         loader: Any = self._loader
         try:
             state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "load_state_dict") else None
@@ -467,24 +474,21 @@ class Rewind:
         skipped = tuple(step.number for step in suspects)
         rewound = Rewound(snapshot.number, skipped, reason, not doubts, incidents)
         self._evidence = _Evidence(snapshot, innocent, suspects)
-        self._tell(rewound, snapshot, doubts)
+        self._report(rewound, snapshot, doubts)
         return rewound
 
-    def _tell(self, rewound: Rewound, snapshot: StateSnapshot, doubts: Sequence[str]) -> None:
+    def _report(self, rewound: Rewound, snapshot: StateSnapshot, doubts: Sequence[str]) -> None:
         """Write the rewind to the log; raise where it is one too many, warn at the second."""
         self.rewinds.append(rewound)
         line = f"{rewound.reason}; went back to step {rewound.to_step} without steps {listed(rewound.skipped)}"
         log_line(line + (f" (not exact: {doubts[0]})" if doubts else ""))
         if len(self.rewinds) > self.max_rewinds or snapshot.rewinds > SAME_SNAPSHOT:
-            again = snapshot.rewinds > SAME_SNAPSHOT
+            count = f"there were {self.max_rewinds} rewinds before."
+            if snapshot.rewinds > SAME_SNAPSHOT:
+                count = f"{snapshot.rewinds} rewinds led to step {rewound.to_step}."
+            table = [f"to step {one.to_step}, without {listed(one.skipped)}: {one.reason}" for one in self.rewinds]
             raise TooManyRewinds(
-                f"Rewind: {rewound.reason}; "
-                + (
-                    f"{snapshot.rewinds} rewinds led to step {rewound.to_step}."
-                    if again
-                    else f"there were {self.max_rewinds} rewinds before."
-                )
-                + f"\n{_table(self.rewinds)}",
+                "\n".join([f"Rewind: {rewound.reason}; {count}", *table]),
                 why="spikes that come again are an instability of the recipe, not of some batches; everything is as "
                 f"before step {rewound.to_step}.",
                 fix="a lower learning rate, a longer warm-up, or gradient clipping: gg.clip_grad, clip_grad_norm_",
@@ -537,10 +541,10 @@ class Rewind:
 
         Each trial starts from the weights before the first suspect, trains on some of the suspects and then on batches
         from before them, and asks whether the loss spikes. Suspects are halved until single ones are left. Afterwards
-        everything is as it was before the call. Call it when `observe` has given a `Rewound`, on every rank.
+        everything is as it was before the call. Call it when `observe` has returned a `Rewound`, on every rank.
 
         Args:
-            step_fn: `step_fn(batch)` makes one training step, without `observe`, and gives its loss, or its loss and
+            step_fn: `step_fn(batch)` makes one training step, without `observe`, and returns its loss, or its loss and
                 gradient norm. Under gradient accumulation it gets all batches of a step: `step_fn(*batches)`.
             rows: Whether to look for the samples inside a batch as well; in a single process only.
 
@@ -601,7 +605,7 @@ class Rewind:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs besides the model's own checkpoint, the last safe snapshot included.
+        """Return what a resumed run needs besides the model's own checkpoint, the last safe snapshot included.
 
         Returns:
             Tensors and plain values; save it after `observe`, together with the parts.
@@ -622,7 +626,7 @@ class Rewind:
             "steps": [[given.state() for given in step.batches] for step in self._steps],
             "again": [given.state() for given in self._again],
             "open": [given.state() for given in self._open],
-            "carried": None if self._carried is None else self._carried.state(),
+            "carried": None if self._carried is None else self._carried.options,
             # Not judged here: ranks judge together, and perhaps only one of them saves.
             "unread": [entry[:3] for entry in self._asked]
             + [(where, *reading.values()) for where, reading in self._unread],
@@ -631,7 +635,7 @@ class Rewind:
         }
 
     def _history(self) -> dict[str, Any]:
-        """Give what stays valid where loader and snapshots begin anew, as plain values."""
+        """Return what stays valid where loader and snapshots begin anew, as plain values."""
         rewinds = [(one.to_step, list(one.skipped), one.reason, one.exact) for one in self.rewinds]
         return {"loss": self._loss.state(), "norm": self._norm.state(), "rewinds": rewinds, "alike": self._alike}
 
@@ -644,10 +648,10 @@ class Rewind:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a saved run stopped; the next `batches` skips what was used and finds what is needed again.
 
-        A loader that has `load_state_dict` is set back to the snapshot; any other must give the same batches again.
+        A loader that has `load_state_dict` is set back to the snapshot; any other must yield the same batches again.
 
         Args:
-            state: What `state_dict` gave.
+            state: What `state_dict` returned.
 
         Raises:
             ArgumentValueError: It is something else.
@@ -693,7 +697,7 @@ class Rewind:
         for position in range(start, self._pulled):
             batch = next(source, _LOST)
             for given in wanted.get(position, ()):
-                given.hold(batch)
+                given.keep(batch)
         same = same_values(before, random_state())
         set_random_state(chance)
         lost = [given for given in self._again if given.batch is _LOST]
@@ -729,7 +733,7 @@ _CHANGED_DOUBT = "the loop writes into its batches"
 
 @dataclass(slots=True)
 class _Given:
-    """A batch, where its loader gave it, and the step it belongs to."""
+    """A batch, where its loader yielded it, and the step it belongs to."""
 
     number: int | None
     epoch: int
@@ -739,7 +743,7 @@ class _Given:
     batch: Batch = _LOST
     _tensors: list[tuple[Callable[[], torch.Tensor | None], int]] = field(default_factory=list)
 
-    def hold(self, batch: Batch) -> None:
+    def keep(self, batch: Batch) -> None:
         """Take the batch, and note how often its tensors were written."""
         self.batch = batch
         tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
@@ -751,7 +755,7 @@ class _Given:
         return any((t := tensor()) is not None and write_count(t) != count for tensor, count in self._tensors)
 
     def state(self) -> tuple[Any, ...]:
-        between = None if self.between is None else self.between.state()
+        between = None if self.between is None else self.between.options
         return self.number, self.epoch, self.position, self.doubt, between
 
     @classmethod
@@ -764,37 +768,34 @@ class _Outside:
     """What a loop may change between two epochs: schedulers and the options of optimizers; weights it must not."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self._options = [copy_of(options_of(part)) for part in parts]
+        self.options = [copy_of(options_of(part)) for part in parts]
         tensors = [tensors_of(part).values() for part in parts if isinstance(part, torch.nn.Module)]
         self._writes = write_counts(tensor for those in tensors for tensor in those if tensor is not None)
         self._random = random_state()
 
     def since(self, before: _Outside) -> tuple[str, _Outside | None]:
-        """Give what cannot be repeated of what happened since an earlier time, and what can."""
+        """Return what cannot be repeated of the changes since an earlier time, and what can."""
         doubt = ""
         if not same_values(self._random, before._random):
             doubt = "random numbers were drawn between epochs"
         if self._writes != before._writes:
             doubt = "weights or buffers were changed between epochs"
-        pairs = zip(self._options, before._options, strict=True)
-        self._options = [None if same_values(now, then) else now for now, then in pairs]
-        return doubt, None if all(options is None for options in self._options) else self
+        pairs = zip(self.options, before.options, strict=True)
+        self.options = [None if same_values(now, then) else now for now, then in pairs]
+        return doubt, None if all(options is None for options in self.options) else self
 
     def put_back(self, parts: Sequence[Any]) -> None:
         """Make the same changes again."""
-        for part, options in zip(parts, self._options, strict=True):
+        for part, options in zip(parts, self.options, strict=True):
             if options is not None and isinstance(part, torch.optim.Optimizer):
                 set_groups(part, options, {})
             elif options is not None:
                 part.load_state_dict(copy.deepcopy(options))
 
-    def state(self) -> list[Any]:
-        return self._options
-
     @classmethod
-    def load(cls, state: list[Any]) -> _Outside:
+    def load(cls, options: list[Any]) -> _Outside:
         outside = cls(())
-        outside._options = state
+        outside.options = options
         return outside
 
 
@@ -859,7 +860,7 @@ class _Ranks:
         return answer
 
     def gather(self, value: Any) -> list[Any]:
-        """Give what every process has, to every process."""
+        """Return what every process has, on every process."""
         if self._device is None:
             return [value]
         every: list[Any] = [None] * self.world_size
@@ -867,22 +868,14 @@ class _Ranks:
         return every
 
 
-def _check_numbers(least: int = 1, **numbers: Any) -> None:
+def _check_numbers(least: int, **numbers: Any) -> None:
     for name, value in numbers.items():
         if type(value) is not int or value < least:
             raise ArgumentValueError(
                 f"Rewind(): `{name}` is {describe(value)}.",
                 why=f"it is a whole number of at least {least}.",
-                fix=f"{name}={_DEFAULTS[name]}",
+                fix=f"{name}={inspect.signature(Rewind).parameters[name].default}",
             )
-
-
-_DEFAULTS = {"every": 50, "depth": 2, "window": 200, "patience": 3, "lookback": 1, "max_rewinds": 5}
-
-
-def _table(rewinds: Sequence[Rewound]) -> str:
-    lines = [f"to step {one.to_step}, without {listed(one.skipped)}: {one.reason}" for one in rewinds]
-    return "\n".join(lines)
 
 
 def _bytes(count: int) -> str:

@@ -110,7 +110,7 @@ class StateSnapshot:
         return sum(leaf.nbytes for leaf in leaves.values())
 
     def state(self) -> dict[str, Any]:
-        """Give the snapshot as tensors and plain values."""
+        """Return the snapshot as tensors and plain values."""
         self._copier.finish()
         own = {"where": self.where, "number": self.number, "rewinds": self.rewinds}
         random = dict(self._random)
@@ -153,7 +153,7 @@ def stateful(part: Any) -> Any:
 
 
 def _state_of(part: Any) -> Any:
-    """Give what a part writes from step to step, as a tree of tensors and plain values."""
+    """Return what a part writes from step to step, as a tree of tensors and plain values."""
     if isinstance(part, torch.nn.Module):
         tensors = tensors_of(part)
         lazy = [name for name, tensor in tensors.items() if tensor is not None and is_lazy(tensor)]
@@ -171,7 +171,7 @@ def _state_of(part: Any) -> Any:
 
 
 def _slots_of(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Give every slot of a module that a tensor is or may be in: its name, and where it is."""
+    """Yield every slot of a module that a tensor is or may be in: its name, and where it is."""
     for prefix, part in module.named_modules():
         for table in (parameters_of(part), buffers_of(part)):
             for key in list(table):
@@ -183,7 +183,7 @@ def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def options_of(part: Any) -> Any:
-    """Give what a loop sets itself: the options of an optimizer, the state of a scheduler."""
+    """Return what a loop sets itself: the options of an optimizer, the state of a scheduler."""
     if isinstance(part, torch.optim.Optimizer):
         return [{key: group[key] for key in group if key != "params"} for group in part.param_groups]
     return None if isinstance(part, torch.nn.Module) else part.state_dict()
@@ -236,7 +236,7 @@ def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(part: Any, kept: Any, sources: dict[int, torch.Tensor]) -> str | None:
-    """Write a copy into the tensors that it was made of, and put these where they were; give a doubt, if any."""
+    """Write a copy into the tensors that it was made of, and put these where they were; return a doubt, if any."""
     if isinstance(part, torch.nn.Module):
         added = []
         for name, table, key in _slots_of(part):
@@ -275,7 +275,7 @@ def set_groups(optimizer: torch.optim.Optimizer, groups: list[Any], sources: dic
 
 
 def _written(value: Any, kept: Any, sources: dict[int, torch.Tensor], device: torch.device | None = None) -> Any:
-    """Give what a copy was made of, with the values of the copy."""
+    """Return what a copy was made of, with the values of the copy."""
     # It is the tensor that was copied, not the one that is in its place now: that may be a batch, or in two places.
     # Only after a resume it is that one.
     if isinstance(kept, torch.Tensor):
@@ -300,7 +300,7 @@ def _written(value: Any, kept: Any, sources: dict[int, torch.Tensor], device: to
 
 
 def _alike(value: Any, form: Sequence[Any]) -> Sequence[Any]:
-    """Give a value if it has as many elements as a form, else as many of nothing."""
+    """Return a value if it has as many elements as a form, else as many times None."""
     return value if isinstance(value, list | tuple) and len(value) == len(form) else [None] * len(form)
 
 

@@ -25,7 +25,7 @@ class Reading:
     """A loss and a gradient norm that are perhaps still being computed."""
 
     def __init__(self, loss: torch.Tensor | float, norm: torch.Tensor | float | None) -> None:
-        # What a guard gives is the mean over all ranks, the same number on each; gradient norms may differ.
+        # The loss of a guard is the mean over all ranks, the same number on each; gradient norms may differ.
         self.ranks = 1
         if norm is None and hasattr(loss, "of_all_ranks"):
             loss, self.ranks = loss.of_all_ranks
@@ -83,7 +83,7 @@ class Level:
         return list(self._recent)
 
     def copy(self, recent: Iterable[float] | None = None) -> Level:
-        """Give a level with the same rules, and the same or other values."""
+        """Return a level with the same rules, and the same or other values."""
         level = Level(self._window, self._threshold)
         level.load(self._recent if recent is None else recent)
         return level
@@ -183,7 +183,7 @@ class Trials:
         return Culprits(steps, together, {n: bad for n, bad in guilty.items() if bad is not None}, trials=self.count)
 
     def _rows(self, step: Step, many: int) -> tuple[int, ...] | None:
-        """Give the rows of a batch that make the spike alone; None where they cannot be separated."""
+        """Return the rows of a batch that make the spike alone; None where they cannot be separated."""
         batch, reader = step[0], BatchReader()
         try:
             size = reader.count(batch)
@@ -197,7 +197,7 @@ class Trials:
         return tuple(sorted(row for group in found for row in group))
 
     def _culprits(self, some: list[int], spikes: Callable[[list[int]], bool], known: bool = False) -> list[list[int]]:
-        """Give the smallest groups that spike: single ones, or some that do so only together."""
+        """Return the smallest groups that spike: single ones, or some that do so only together."""
         if not known and not spikes(some):
             return []
         if len(some) == 1:
@@ -212,7 +212,7 @@ class Trials:
         return [some]
 
     def _spikes(self, steps: Sequence[Step], many: int) -> bool:
-        """Train on some steps and on the probes after them; tell whether the loss spikes."""
+        """Train on some steps and on the probes after them; return whether the loss spikes."""
         assert self._base is not None
         self._base.restore()
         self.count += 1
