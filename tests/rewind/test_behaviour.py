@@ -325,3 +325,20 @@ def test_each_suspect_is_recorded_with_the_loss_of_its_step(tmp_path):
         rewind.observe(seen[-1])
     recorded = {incident.step: incident.loss for incident in ledger.incidents()}
     assert recorded == {39: seen[39], 40: 90.0, 41: 91.0}
+
+
+def test_limit_a_drop_of_the_guard_in_a_step_that_comes_again_is_recorded_again(tmp_path):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ledger = gg.Ledger(tmp_path / "run.ledger")
+    guard = gg.Guard(model, ledger)
+    rewind = gg.Rewind(model, optimizer, guard, every=4, ledger=ledger)
+    batches = [(number, torch.randn(4, 3)) for number in range(16)]
+    batches[9][1][2] = float("nan")
+    for number, x in rewind.batches(batches):
+        optimizer.zero_grad()
+        loss = guard.backward(x, lambda x: model(x).square().mean(1)).loss
+        optimizer.step()
+        rewind.observe(float("nan") if number == 11 else loss)
+    assert [one.step for one in ledger.incidents() if one.cause == "non-finite loss"] == [9, 9]
+    assert guard.summary().dropped == 1
