@@ -72,11 +72,8 @@ def _classes(loss_fn: LossFunction) -> list[type]:
     known = getattr(function, "__globals__", None)
     if known is None:
         known = getattr(getattr(type(function), "__call__", None), "__globals__", {})  # noqa: B004 - the function
-    return [
-        thing
-        for thing in known.values()
-        if isinstance(thing, type) and (is_dataclass(thing) or (issubclass(thing, tuple) and hasattr(thing, "_fields")))
-    ]
+    classes = [thing for thing in known.values() if isinstance(thing, type)]
+    return [one for one in classes if is_dataclass(one) or (issubclass(one, tuple) and hasattr(one, "_fields"))]
 
 
 # --- One trial ------------------------------------------------------------------------------------------------------
@@ -155,11 +152,8 @@ def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault
         gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
     except Exception as error:  # noqa: BLE001 - so is its backward
         return _raised(error, "backward")
-    bad = [
-        names.get(id(leaf), describe(leaf))
-        for leaf, gradient in zip(leaves, gradients, strict=True)
-        if not bool(torch.isfinite(_values(gradient)).all())
-    ]
+    finite = [bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients]
+    bad = [names.get(id(leaf), describe(leaf)) for leaf, good in zip(leaves, finite, strict=True) if not good]
     if not bad:
         return None
     return Fault(cause="non-finite gradient", stage="backward", message=f"non-finite gradient of {listed(bad, 3)}")
@@ -252,14 +246,8 @@ class Replay:
         """
         names = ("cause", "stage", "exception_type", "message", "where")
         fault = None if self.fault is None else {name: getattr(self.fault, name) for name in names}
-        return {
-            "incident": self.incident.id,
-            "verdict": self.verdict,
-            "fault": fault,
-            "rows": self.rows,
-            "snapshot": self.snapshot,
-            "snapshot_stored": self.snapshot_stored,
-        }
+        values = {name: getattr(self, name) for name in ("verdict", "rows", "snapshot", "snapshot_stored")}
+        return {"incident": self.incident.id, "fault": fault, **values}
 
     def _repr_html_(self) -> str:
         story, *lines = str(self).splitlines()

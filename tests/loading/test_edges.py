@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 import gradgate as gg
+from gradgate.errors import ArgumentValueError
 from tests.loading.broken import Numbers
 
 
@@ -76,3 +77,12 @@ def test_refill_loads_again_what_was_prefetched():
 def test_a_rank_may_have_a_batch_less():
     ranks = [gg.resilient(DataLoader(Numbers(8, {0, 2}), batch_size=2, sampler=range(rank, 8, 2))) for rank in range(2)]
     assert [len(given(loader)) for loader in ranks] == [1, 2]
+
+
+def test_too_few_names_are_refused_at_once():
+    """Not at the first bad sample, hours later."""
+    with pytest.raises(ArgumentValueError, match=r"resilient\(\): there are 1 names in `ids`, but 6 samples\."):
+        gg.resilient(DataLoader(range(6)), ids=["a"])
+    with pytest.raises(ArgumentValueError, match="but 6 samples"):
+        gg.resilient(range(6), ids=["a"])
+    gg.resilient(DataLoader({0: 1.0, 3: 2.0}, sampler=range(4)), ids=list("abcd"))  # its length is not its last index

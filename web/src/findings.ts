@@ -23,10 +23,10 @@ export function findingsSection(diagnosis: Diagnosis): HTMLElement {
 /** "2 errors, 1 warning": how many there are of each kind. */
 export function tally(diagnosis: Diagnosis): string {
   const words = { error: "error", warning: "warning", info: "note" };
-  const told = WORST.map((severity) => [severity, diagnosis.findings.filter((one) => one.severity === severity).length] as const)
+  const texts = WORST.map((severity) => [severity, diagnosis.findings.filter((one) => one.severity === severity).length] as const)
     .filter(([, number]) => number > 0)
     .map(([severity, number]) => plural(number, words[severity]));
-  return told.join(", ") || (diagnosis.exception ? "" : "nothing to say");
+  return texts.join(", ") || (diagnosis.exception ? "" : "no problems found");
 }
 
 function card(finding: Finding): HTMLElement {

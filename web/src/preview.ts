@@ -1,4 +1,4 @@
-// A stored sample as something to look at.
+// A stored sample as a picture or as numbers.
 
 import type { Part } from "./data";
 import { h } from "./dom";

@@ -145,19 +145,12 @@ def modes(ctx: click.Context, json_path: Path | None, as_module: bool, script: s
     report = examine_modes(script, args, module=as_module)
     if json_path is not None:
         json_path.write_text(json.dumps(asdict(report), indent=2), encoding="utf-8")
-    show_table(
-        ["where", "times", "seconds", "calls", "modules", "line"],
-        [
-            (
-                gap.where,
-                gap.times,
-                f"{gap.seconds:.3f}{', left off' if gap.left else ''}",
-                gap.operations,
-                ", ".join(gap.modules),
-                gap.source,
-            )
-            for gap in report.gaps
-        ],
-        title=f"recording was off for {sum(gap.seconds for gap in report.gaps):.3f} of {report.seconds:.3f} s",
-    )
+    columns = ("where", "times", "seconds", "calls", "modules", "line")
+    seconds = [f"{gap.seconds:.3f}{', left off' if gap.left else ''}" for gap in report.gaps]
+    rows = [
+        (gap.where, gap.times, time, gap.operations, ", ".join(gap.modules), gap.source)
+        for gap, time in zip(report.gaps, seconds, strict=True)
+    ]
+    off = sum(gap.seconds for gap in report.gaps)
+    show_table(columns, rows, title=f"recording was off for {off:.3f} of {report.seconds:.3f} s", empty="never off")
     ctx.exit(report.exit_code)

@@ -187,7 +187,7 @@ class LedgerFile:
         if self._connection is not None and self._identity != (identity := _identity(self.path)):
             if identity is None and not os.path.isdir(self.path.parent):
                 raise _no_folder(self.path)  # It may come back, with the file in it.
-            # A file that was moved or deleted would go on taking rows that nobody ever sees.
+            # A file that was moved or deleted would go on taking rows that are never read.
             left = not self.read_only
             if left:
                 self._settle(self._connection)  # What was written goes with the file, not with its log.
@@ -257,7 +257,7 @@ _MEANINGS = (
     (
         "SQLITE_IOERR",
         "the disk failed, or the file was moved away while it was in use.",
-        "look at the disk; network file systems are not safe for SQLite",
+        "check the disk; network file systems are not safe for SQLite",
     ),
 )
 
@@ -325,7 +325,7 @@ def _opened_to_write(path: Path) -> Connection:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[bool]:
-    """Let one process at a time make a ledger in a folder; tell whether that could be had."""
+    """Let one process at a time make a ledger in a folder; yield whether the lock could be taken."""
     handle = None
     until = time.monotonic() + PATIENCE
     try:
@@ -385,7 +385,7 @@ def _connection(path: Path, how: str) -> Connection:
     connection.meter = _Meter()
     connection.meter.allow(_size(str(path)) + _size(f"{path}-wal"))
     connection.set_progress_handler(connection.meter.check, STEPS)
-    # Nothing in a file from someone else may run: no function, no trigger; and its pages are looked at twice.
+    # Nothing in a file from someone else may run: no function, no trigger; and its pages are checked twice.
     for limit, value in (
         (sqlite3.SQLITE_LIMIT_LENGTH, MEGABYTE),
         (sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 0),

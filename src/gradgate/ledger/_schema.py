@@ -71,7 +71,7 @@ FROM run""",
 # Only in files that have losses, so that others stay readable by every version.
 HISTORY = "CREATE TABLE history (sample_id TEXT PRIMARY KEY NOT NULL, losses BLOB NOT NULL) WITHOUT ROWID"
 
-# The statements that lead from each version of the schema to the next; a file of version n has seen the first n.
+# The statements that lead from each version of the schema to the next; a file of version n has had the first n.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
 
 Definition = tuple[str, str, str, str | None]

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from gradgate._source import raising_line
 from gradgate._text import as_text, class_name, log_line, text_of
+from gradgate.errors import ArgumentValueError
 from gradgate.records import Incident, Sink
 
 Catch = tuple[type[Exception], ...]
@@ -128,8 +129,20 @@ def name_of(names: Names, index: Any) -> str:
     return as_text(names(index) if callable(names) else names[index])  # as the ledger writes it: 3 for tensor(3)
 
 
+def check_names(names: Sequence[object], samples: int, function: str, *, right: bool) -> None:
+    """Refuse names that are not those of the samples, before the first one is asked for."""
+    if not right:
+        raise ArgumentValueError(
+            f"{function}(): there are {len(names)} names in `ids`, but {samples} samples.",
+            why="each sample has one name.",
+            fix="ids=[name_of(index) for index in range(len(dataset))]",
+        )
+
+
 class LoadingLog:
     def __init__(self, dataset: Any, ids: Names, sink: Sink | None) -> None:
+        if isinstance(ids, Sequence) and not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__"):
+            check_names(ids, len(dataset), "resilient", right=len(ids) >= len(dataset))
         self._names: Names = getattr(dataset, "sample_id", None) if ids is None else ids
         self.sink = sink
         self._incidents: list[Incident] = []

@@ -55,44 +55,51 @@ def collate_what_fits(
     samples: list[Any], indices: Sequence[Any], collate_fn: Collate, catch: Catch, *, trusted: bool = False
 ) -> tuple[Any, dict[int, BadSample]]:
     """Collate a batch; if that fails, without the samples that are to blame."""
-    untouched = None if trusted else _Samples(samples)
+    trial = None if trusted else _Trial(samples, collate_fn, catch)
     try:
         return collate_fn(samples), {}
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except catch as error:
         whole = error
-    if untouched is None:
-        untouched = _Samples(samples)
-    untouched.refuse_if_written(whole)
-    trial = _Trial(untouched, collate_fn, catch)
+    if trial is None:
+        trial = _Trial(samples, collate_fn, catch)
+    trial.refuse_if_written(whole)
     rows = list(range(len(samples)))
     kept = _fitting(trial, rows)
     batch = None
     if kept:
         assert trial.works(kept), "these were collated a moment ago"
         batch = trial.batch
-    bad = {
-        row: mark(trial.alone.get(row, whole), indices[row], "collate", rows=len(rows))
-        for row in rows
-        if row not in kept
-    }
-    return batch, bad
+    left_out = [row for row in rows if row not in kept]
+    return batch, {row: mark(trial.alone.get(row, whole), indices[row], "collate", rows=len(rows)) for row in left_out}
 
 
-class _Samples:
-    """The samples as they were loaded: a collation may take something out of them, and has to be tried again."""
+class _Trial:
+    """Collates some rows of a batch, each time in new containers: a collation may take something out of its samples."""
 
-    def __init__(self, samples: Sequence[Any]) -> None:
+    def __init__(self, samples: Sequence[Any], collate_fn: Collate, catch: Catch) -> None:
         self._samples = [with_own_containers(sample) for sample in samples]
         self._writes = self._count_writes()
+        self._collate = collate_fn
+        self._catch = catch
+        self.batch: Any = None
+        self.alone: dict[int, Exception] = {}
 
-    def take(self, rows: Sequence[int]) -> list[Any]:
-        """Return some samples, in containers that the collation may do with as it likes."""
-        return [with_own_containers(self._samples[row]) for row in rows]
+    def works(self, rows: Sequence[int]) -> bool:
+        try:
+            self.batch = self._collate([with_own_containers(self._samples[row]) for row in rows])
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except self._catch as error:
+            self.refuse_if_written(error)
+            if len(rows) == 1:
+                self.alone[rows[0]] = error
+            return False
+        return True
 
     def refuse_if_written(self, error: Exception) -> None:
-        """Raise what the collation raised if it has written into tensors: the next try would see what it wrote."""
+        """Raise what the collation raised if it has written into tensors: the next try would read what it wrote."""
         if self._count_writes() != self._writes:
             raise error from ArgumentValueError(
                 "resilient(): the collation wrote into the tensors of its samples, so it cannot be tried with fewer.",
@@ -104,42 +111,19 @@ class _Samples:
         return write_counts(leaf for leaf in leaves_of(self._samples) if isinstance(leaf, torch.Tensor))
 
 
-class _Trial:
-    """Collates some rows, and remembers what came of it."""
-
-    def __init__(self, samples: _Samples, collate_fn: Collate, catch: Catch) -> None:
-        self._samples = samples
-        self._collate = collate_fn
-        self._catch = catch
-        self.batch: Any = None
-        self.alone: dict[int, Exception] = {}
-
-    def works(self, rows: Sequence[int]) -> bool:
-        try:
-            self.batch = self._collate(self._samples.take(rows))
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except self._catch as error:
-            self._samples.refuse_if_written(error)
-            if len(rows) == 1:
-                self.alone[rows[0]] = error
-            return False
-        return True
-
-
 def _fitting(trial: _Trial, rows: list[int]) -> list[int]:
     """Find the rows to keep: those that can be collated, and with most of the others."""
     # A sample that cannot be collated even alone is bad. Of those that do not fit together (two shapes, say) the larger
-    # party stays, in doubt that of the first sample.
+    # group stays; of two equal ones that of the first sample.
     possible = [row for row in rows if trial.works([row])]
     if not possible:
         # A collation that needs several samples fails for each alone; then one of them may spoil the rest.
         return next((rest for row in rows if len(rest := [r for r in rows if r != row]) and trial.works(rest)), [])
     best: list[int] = []
     for first in possible:
-        party = [row for row in possible if row == first or trial.works(sorted((first, row)))]
-        if len(party) > len(best):
-            best = party
+        group = [row for row in possible if row == first or trial.works(sorted((first, row)))]
+        if len(group) > len(best):
+            best = group
         if 2 * len(best) > len(possible):
             break
     kept: list[int] = []
@@ -150,10 +134,10 @@ def _fitting(trial: _Trial, rows: list[int]) -> list[int]:
 
 
 class _Discard:
-    """A file for what nobody reads."""
+    """A file that keeps nothing."""
 
     def write(self, data: Any) -> None:
-        """Forget it."""
+        """Do nothing."""
 
 
 class _SendablePickler(ForkingPickler):

@@ -180,7 +180,7 @@ class FetchingDataset(Around, Dataset[Any]):
         once = Attempts((*self._attempts.catch, *self._attempts.retry_on))
         samples, _ = once.load(lambda _: list(together(indices)), None)
         if not isinstance(samples, BadSample):
-            # It may give fewer or more; then nobody can say which is which, and the batch is what it gave.
+            # It may give fewer or more; then which is which is unknown, and the batch is what it returned.
             return Fetched(indices if len(samples) == len(indices) else [None] * len(samples), samples)
         fetched = self._load_all(indices)
         if not fetched.retried and not any(isinstance(sample, BadSample) for sample in fetched.samples):

@@ -23,9 +23,9 @@ from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRan
 
 from gradgate._names import describe
 from gradgate._text import user_level
-from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, LedgerWarning
+from gradgate.errors import ArgumentTypeError, LedgerError, LedgerWarning
 from gradgate.ledger import Ledger
-from gradgate.loading._bad_samples import Names, name_of
+from gradgate.loading._bad_samples import Names, check_names, name_of
 from gradgate.loading._refilling import check_state, drawn_again, random_states
 
 Sample = TypeVar("Sample", covariant=True)
@@ -89,7 +89,8 @@ def without(
             why="samples are left out by their index, and a stream has none.",
             fix="bad = ledger.bad_ids(); (sample for sample in dataset if name_of(sample) not in bad)",
         )
-    _check_names(ids, len(dataset))
+    if isinstance(ids, Sequence):
+        check_names(ids, len(dataset), "without", right=len(ids) == len(dataset))
     names = getattr(dataset, "sample_id", None) if ids is None else ids
     bad = _bad(ledger, min_count, cause)
     return _Without(dataset, [index for index in range(len(dataset)) if name_of(names, index) not in bad], names)
@@ -260,7 +261,7 @@ class QuarantineSampler(Sampler[Any]):
         yield from good[sampler.rank :: sampler.num_replicas]
 
     def _begin(self) -> None:
-        """Learn what is bad, agree on it with the other ranks, and write down what follows from it."""
+        """Read what is bad, agree on it with the other ranks, and record the decisions."""
         mine, ever = self._bad, self._bad
         with _warning_only():
             mine, ever = self._known(), self.ledger.bad_ids(self.min_count, self.cause)
@@ -279,7 +280,7 @@ class QuarantineSampler(Sampler[Any]):
 
 @contextmanager
 def _warning_only() -> Iterator[None]:
-    """Let a ledger that fails under way cost a warning, not the training."""
+    """Turn the failure of a ledger during a training into a warning."""
     try:
         yield
     except LedgerError as error:
@@ -292,15 +293,6 @@ def _bad(ledger: Ledger | str | os.PathLike[str], min_count: int, cause: str | N
             return set()
         ledger = Ledger(ledger, read_only=True)
     return ledger.bad_ids(min_count, cause)
-
-
-def _check_names(names: Names, length: int) -> None:
-    if isinstance(names, Sequence) and len(names) != length:
-        raise ArgumentValueError(
-            f"without(): there are {len(names)} names in `ids`, but {length} samples.",
-            why="each sample has one name.",
-            fix="ids=[name_of(index) for index in range(len(dataset))]",
-        )
 
 
 def _is_stock(sampler: Sampler[Any]) -> bool:

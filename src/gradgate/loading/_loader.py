@@ -1,4 +1,4 @@
-"""`resilient`: a loader that goes on. It asks a DataLoader like yours for batches and reports, and keeps the books."""
+"""`resilient`: a loader that survives bad samples. It wraps a DataLoader that returns reports with its batches."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ class ResilientLoader(Generic[Batch]):
         return self._epoch(self._asking, self._inner, _Progress(random_states(self._loader)))
 
     def _resumed(self, state: Mapping[str, Any]) -> Iterator[Batch]:
-        """Go on in the epoch of another run."""
+        """Continue the epoch of another run."""
         self._given.begin_epoch()
         self._given.load_state_dict(state)
         if (quarantine := self._quarantine()) is not None and state["quarantine"] is not None:
@@ -345,7 +345,7 @@ class ResilientLoader(Generic[Batch]):
         return next((one for one in candidates if isinstance(one, QuarantineSampler)), None)
 
     def _is_ready(self, report: Report, requests: Requests | None, streak: _BadStreak) -> bool:
-        """Write down what is bad about a batch; tell whether the rest of it is to be given out."""
+        """Write down what is bad about a batch; return whether the rest of it is a batch."""
         asked = None if requests is None else requests.received()
         if requests is not None and asked is not None and len(asked.places) != len(report.indices):
             requests.settles(asked, has_bad=False)
@@ -396,7 +396,7 @@ class ResilientLoader(Generic[Batch]):
             "num_workers": workers,
             "collate_fn": Gather(loader.collate_fn, batched, attempts.catch, board),
             "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout if watched is None else min(watched / 10, 0.2),  # how often it is looked at
+            "timeout": loader.timeout if watched is None else min(watched / 10, 0.2),  # between two checks
             "worker_init_fn": loader.worker_init_fn,
             "multiprocessing_context": loader.multiprocessing_context,
             "generator": loader.generator,
@@ -470,7 +470,7 @@ class _BadStreak:
         )
         if first.exception is None:
             raise evidence
-        with suppress(Exception):  # a class may let nobody set an attribute; the evidence has its place and text
+        with suppress(Exception):  # a class may forbid notes; the evidence has the place and the text
             first.exception.add_note(first.incident.details["traceback"])
         raise first.exception from evidence
 
@@ -585,7 +585,7 @@ def resilient(
         refill: For a loader: fill batches up with the samples that come next, in the order of the sampler, instead of
             leaving them short. The batch and what was prefetched after it are loaded again.
         retries: How often a sample is tried again, before it is blamed, if it raises one of `retry_on`. What passes
-            then is in the batch, and its incident is `transient`: nobody leaves that sample out later. A stream is not
+            then is in the batch, and its incident is `transient`: the sample is not left out later. A stream is not
             tried again, because it would give its next sample.
         backoff: How many seconds to wait before the first retry; twice as many before each further one.
         retry_on: What is tried again.

@@ -1,7 +1,7 @@
 """Batches that can be asked for again: to fill them up, after the death of a worker, or to resume an epoch.
 
 A batch with a bad sample is asked for again, without it and with the next one. The samples keep the order of the
-sampler. So when a batch turns out to have a bad sample, everything that was asked for after it belongs into other
+sampler. So when a batch turns out to have a bad sample, everything that was asked for after it belongs to other
 batches now: it is asked for again as well, and what the workers have already begun is thrown away when it arrives. That
 costs on the bad batch only. What they have found out about bad samples is kept.
 """

@@ -33,7 +33,7 @@ from gradgate.loading._refilling import Asking, Requests
 NOTHING, ONE_SAMPLE, WHOLE_BATCH = range(3)
 """What a worker is doing."""
 WITNESSES = 2  # how many samples that are not suspected are loaded before a suspect
-STRIKES = 3  # how many workers in a row may be lost, with no batch between and nobody to blame
+STRIKES = 3  # how many workers in a row may be lost, with no batch between and no sample to blame
 SLOWER = 10  # how much longer than its neighbour a suspect may take
 
 _KILLED = "killed its worker"

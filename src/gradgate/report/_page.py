@@ -1,4 +1,4 @@
-"""The page as one file: the data, the script and the style in it, and a policy that lets it talk to nobody."""
+"""The page as one file: the data, the script and the style in it, and a policy that allows no connections."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ function drawLine(line: Placed["lines"][number], thick: (norm: Norm) => number):
   const label = labelOf(line);
   const marker = line.nonfinite ? "arrow-bad" : line.cuts.length ? "arrow-cut" : "arrow";
   const path = svg("path", { d: pathThrough(line.points), class: `line ${kind}`, "marker-end": `url(#${marker})`, "stroke-width": thick(line.norm).toFixed(2) });
-  const told = line.cuts.map((cut) => `${cut.code} ${cut.where ?? ""}\n${cut.source ?? ""}`).join("\n");
-  const words = [line.norm === null ? "no gradient comes back here" : `gradient norm ${short(line.norm)}`, told].filter(Boolean).join("\n");
+  const texts = line.cuts.map((cut) => `${cut.code} ${cut.where ?? ""}\n${cut.source ?? ""}`).join("\n");
+  const words = [line.norm === null ? "no gradient comes back here" : `gradient norm ${short(line.norm)}`, texts].filter(Boolean).join("\n");
   const group = svg("g", { class: "edge" }, svg("title", {}, visible(words)), path);
   if (label) group.append(cutSign(line.label.x, line.label.y, label));
   return group;

@@ -60,23 +60,6 @@ class Digits(Dataset[dict[str, Any]]):
         }
 
 
-class WithoutBroken:
-    """The same batches as the other loaders have, less the broken samples: what the training should have been."""
-
-    def __init__(self, batches: BatchSampler, broken: dict[int, str]) -> None:
-        self.batches = batches
-        self.broken = broken
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.batches:
-            whole = [index for index in batch if index not in self.broken]
-            if whole:
-                yield whole
-
-
 def load(seed: int, bad_fraction: float) -> tuple[Digits, Digits]:
     """Load scikit-learn's digits, and break a part of the training half."""
     try:
@@ -165,7 +148,8 @@ class Training:
         """Make the loader of one training; with `whole` the broken samples are left out of its batches."""
         sampler: Any = BatchSampler(RandomSampler(self.train, generator=self.chance), BATCH, drop_last=False)
         if whole:
-            sampler = WithoutBroken(sampler, self.train.broken)
+            kept = ([index for index in batch if index not in self.train.broken] for batch in sampler)
+            sampler = (batch for batch in kept if batch)
         return DataLoader(self.train, batch_sampler=sampler, generator=self.chance)
 
     def evaluate(self) -> None:
