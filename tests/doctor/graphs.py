@@ -26,7 +26,7 @@ def edges_of(diagnosis):
     names = [module["name"] for module in diagnosis.graph["modules"]]
     ends = {-1: "input", -2: "loss"} | dict(enumerate(names))
     found = {(ends[edge["from"]], ends[edge["to"]]): edge for edge in diagnosis.graph["edges"]}
-    assert len(found) == len(diagnosis.graph["edges"]), "an edge is told twice"
+    assert len(found) == len(diagnosis.graph["edges"]), "an edge is listed twice"
     return found
 
 

@@ -1,6 +1,6 @@
 """Small programs with one fault each, and healthy ones that look like them.
 
-A program is a function that gives a step, or a step and its model. In its source, `# HERE` marks the line that the
+A program is a function that returns a step, or a step and its model. In its source, `# HERE` marks the line that the
 finding must name, and `# ALSO` a line that it must name besides.
 """
 

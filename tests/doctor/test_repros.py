@@ -1,4 +1,4 @@
-"""The stories that users told, in our own words, each run as a script of its own: the right line is named."""
+"""The problems that users reported, in our own words, each run as a script of its own: the right line is named."""
 
 import pytest
 

@@ -411,7 +411,7 @@ class Tracing:
     Attributes:
         steps: How many steps have been traced: of an optimizer, or updates by hand.
         tracing: Whether it is tracing now.
-        without_saves: Do not look at what is saved for backward; torch.func.grad cannot run while that is done.
+        without_saves: Do not check what is saved for backward; torch.func.grad cannot run while that is done.
         after_step: Called after each step that was traced.
         history: The losses and learning rates of the whole run.
     """

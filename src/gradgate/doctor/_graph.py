@@ -55,11 +55,11 @@ class Cut(TypedDict):
 GraphEdge = TypedDict(
     "GraphEdge", {"from": int, "to": int, "gradient_norm": Norm, "cut": Cut | None, "nonfinite": bool}
 )
-"""What one module gives another, as the step ran; all calls of the two together.
+"""What flows from one module to another in the step; all calls of the two together.
 
 `from` and `to` are indices in `Graph.modules`; `from` is -1 for what comes from outside the modules, `to` is -2 for the
 loss. Only modules that call no other have edges; what is computed between them (a residual sum, a concatenation) is
-passed through, and so are modules that hand on the very tensor that they are given. `gradient_norm` is the 2-norm of
+passed through, and so are modules that return the very tensor that they are given. `gradient_norm` is the 2-norm of
 the gradient of the tensors that `to` read, as it came back out of `to`; None if none came back or it could not be
 read. `nonfinite` says whether that gradient, or a value on its path to a bad loss, is NaN or infinite. At most 2,000
 edges are shown: of more, those between the nearest modules.
@@ -196,14 +196,14 @@ def _layer(case: Case, name: str, parameter: torch.Tensor, module: int | None) -
     )
 
 
-# --- edges: what one module gives another -----------------------------------------------------------------------------
+# --- edges: what flows between modules --------------------------------------------------------------------------------
 
 LIVE, NEVER = -2, -1  # a gradient comes back to the module; it was never connected; else the operation that cut it off
 
 
 @dataclass(slots=True)
 class Edge:
-    """What one module gives another."""
+    """What flows from one module to another."""
 
     connected: bool = False
     cut: int = -1
@@ -260,7 +260,7 @@ class _Edges:
         inside = flow.is_inside_function(op)  # connected as a whole, if at all
         for value in op.outputs:
             modules = found
-            if not inside and value not in flow.connected:
+            if cut >= 0 or not (inside or value in flow.connected):
                 modules = {module: cut if state == LIVE else state for module, state in found.items()}
             elif place is not None:
                 modules = {place: LIVE}

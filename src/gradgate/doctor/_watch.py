@@ -267,7 +267,7 @@ class Watch:
             step_fn: The step: forward, loss, backward and, if you like, the optimizer. Takes nothing.
 
         Returns:
-            What the step gives.
+            What the step returns.
 
         Raises:
             BadStepError: A gradient is not finite and `on_bad` is "raise"; `.diagnosis` says where it was produced.
@@ -384,7 +384,7 @@ class _Seen(Exception):
 
 
 def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, on_bad: OnBad = "raise") -> Watch:
-    """Look at the gradients of a model before an optimizer uses them; it costs next to nothing.
+    """Check the gradients of a model before an optimizer uses them; it costs next to nothing.
 
     Use it as a block around the training loop. When a gradient is NaN or Inf it names the layers, and nothing has been
     written yet. With `watch.step(step_fn)` in place of the body of the loop, a bad step is also run again under the

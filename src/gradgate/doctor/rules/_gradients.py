@@ -40,9 +40,9 @@ _ROUTING = {"topk", "max", "argmax", "sort", "argsort", "multinomial", "nonzero"
 
 # How a value leaves autograd, why that is so, and what to write instead.
 _CUTS: dict[str, tuple[str, str]] = {
-    "detach": ("`.detach()` gives the value without its history.", "h = h          # without .detach()"),
+    "detach": ("`.detach()` returns the value without its history.", "h = h          # without .detach()"),
     "data": (
-        "`.data` gives the value without its history, and lets writes pass unnoticed.",
+        "`.data` returns the value without its history, and autograd does not notice writes to it.",
         "h = h          # without .data",
     ),
     "torch.tensor": (
@@ -50,20 +50,20 @@ _CUTS: dict[str, tuple[str, str]] = {
         "h = x          # or x.clone(); a list of tensors: torch.stack(list_of_tensors)",
     ),
     "item": (
-        "`.item()` gives a Python number; autograd ends there.",
+        "`.item()` returns a Python number; autograd ends there.",
         "loss = loss + value     # keep the tensor; .item() is for logs",
     ),
     "float": (
-        "`float(x)` gives a Python number; autograd ends there.",
+        "`float(x)` returns a Python number; autograd ends there.",
         "loss = loss + value     # keep the tensor; float() is for logs",
     ),
-    "int": ("`int(x)` gives a Python number; autograd ends there.", "keep the tensor; an index has no gradient"),
+    "int": ("`int(x)` returns a Python number; autograd ends there.", "keep the tensor; an index has no gradient"),
     "tolist": (
-        "`.tolist()` gives Python numbers; autograd ends there.",
+        "`.tolist()` returns Python numbers; autograd ends there.",
         "keep the tensor; torch.stack(list_of_tensors) joins tensors",
     ),
     "numpy": (
-        "NumPy knows nothing of autograd; the way through it ends the history.",
+        "autograd does not record NumPy, so the history ends there.",
         "torch has the same function; or write a torch.autograd.Function",
     ),
     "no_grad": (
@@ -75,7 +75,7 @@ _CUTS: dict[str, tuple[str, str]] = {
         "compute what has to learn outside of torch.inference_mode()",
     ),
     "off": (
-        "recording was switched off before this step began, and nobody switched it on again.",
+        "recording was switched off before this step began, and not switched on again.",
         "torch.set_grad_enabled(True)",
     ),
     "checkpoint": (
@@ -87,11 +87,11 @@ _CUTS: dict[str, tuple[str, str]] = {
         "return the result itself from forward(), and do not mark it as non-differentiable",
     ),
     "argmax": (
-        "the place of a value is a whole number: small changes of the value do not move it, so it has no gradient.",
+        "an index is a whole number: small changes of the values do not change it, so it has no gradient.",
         "p = torch.softmax(scores, dim=-1)     # soft choice; gg.straight_through(hard, soft) keeps the hard value",
     ),
     "comparison": (
-        "a comparison answers yes or no; it has no gradient.",
+        "a comparison is True or False; it has no gradient.",
         "gg.straight_through((x > 0).float(), torch.sigmoid(x))     # hard value, soft gradient",
     ),
     "integer": (
@@ -274,7 +274,7 @@ def _decisive(cuts: list[CutPoint]) -> list[CutPoint]:
 def _targets(case: Case, names: list[str]) -> list[str]:
     """Return those names that belong to a copy of a module that learns (a target network of BYOL, DQN, MoCo)."""
     # A copy has the shapes and, up to a moving average, the values of the module that learns, and that module does not
-    # compute with what the copy gives.
+    # compute with the results of the copy.
     copies: dict[str, bool] = {}
     owner: dict[str, str] = {}
     for name in names:
@@ -332,7 +332,7 @@ def _cut_finding(
         cut.where,
         f"{severity} GG101: {listed(names, 4)} {_gets(names)} no gradient: cut at `{line}`",
         reason=f"The loss is computed from {_them(names)}, but {why}"
-        + (" That is as it should be for a target network, the copy of one that learns." if on_purpose else ""),
+        + (" That is correct for a target network, the copy of one that learns." if on_purpose else ""),
         fix="" if on_purpose else fix,
         module=module_of_names(names),
         also=inside,
@@ -409,7 +409,7 @@ def _refused(case: Case, names: list[str]) -> Finding:
     if own:
         return finding_at(
             definition(own[0].backward.__code__),
-            f"{_severity(case)} GG105: {who}: {own[0].__name__}.backward() gives None",
+            f"{_severity(case)} GG105: {who}: {own[0].__name__}.backward() returns None",
             reason="An autograd Function that returns None for an input stops the gradient there.",
             fix="return a gradient for each tensor that forward() takes, in the same order",
             module=module_of_names(names),
@@ -475,17 +475,17 @@ _FLAT = (
     Flat(
         ("Where", "MaskedFill", "MaskedScatter", "IndexPut", "Index", "MaskedSelect"),
         "warning GG305",
-        "the mask throws everything away in this step.",
+        "the mask drops everything in this step.",
         "losses.reduce(per_element, keep=keep)     # and look at how the mask is made",
     ),
     Flat(
         ("Mul", "Mm", "Addmm", "Bmm", "Convolution", "Div", "Dot", "Mv", "Einsum", "Linear", "NativeDropout"),
         "warning GG304",
         "it is multiplied by zero.",
-        "look at the factor: a loss weight, a mask or a layer that gives only zeros",
+        "look at the factor: a loss weight, a mask or a layer whose output is all zeros",
     ),
 )
-_UNKNOWN = Flat((), "info GG305", "nothing of it is left.", "look at what this line gives")
+_UNKNOWN = Flat((), "info GG305", "nothing of it is left.", "look at the output of this line")
 _LINEAR = _FLAT[-1].nodes
 _VANISHED = 1e-8
 _EXPLODED = 1e8

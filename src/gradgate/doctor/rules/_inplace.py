@@ -60,7 +60,7 @@ def find_leaf_edits(case: Case) -> Iterator[Finding]:
             yield finding_at(
                 error.location,
                 f"{severity} GG603: {shown} edits a leaf that requires grad in place",
-                reason="A parameter has no history that could be continued: after the edit nobody could say "
+                reason="A parameter has no history that could be continued: after the edit it would not be clear "
                 "what its gradient is the gradient of.",
                 fix="w2 = gg.at(w)[index].set(value)     # a new tensor; gradients reach w and value\n"
                 "with torch.no_grad(): w[index] = value     # or: change the weight itself, without history",
@@ -69,7 +69,7 @@ def find_leaf_edits(case: Case) -> Iterator[Finding]:
             yield finding_at(
                 error.location,
                 f"{severity} GG604: {shown} edits a view in place that autograd cannot follow",
-                reason="The view was made by a function that gives several views at once, inside no_grad, or by an "
+                reason="The view was made by a function that returns several views at once, inside no_grad, or by an "
                 "autograd Function; autograd cannot carry the edit over to what it is a view of.",
                 fix="y = gg.at(x)[index].set(value)     # a new tensor instead of the edit",
             )

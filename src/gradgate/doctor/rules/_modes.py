@@ -45,7 +45,7 @@ def find_written_modes(case: Case) -> Iterator[Finding]:
             yield finding_at(
                 line,
                 f"warning GG802: `{line.expression}` alone on a line does nothing",
-                reason="It makes a block that nobody enters; recording goes on as before.",
+                reason="It creates a block that is never entered; recording goes on as before.",
                 fix=f"with {line.expression}:\n    ...",
             )
         for line in decorated:

@@ -119,8 +119,8 @@ def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: S
         chosen = selecting.location
         return finding_at(
             where,
-            f"{severity} GG502: unsafe where: the gradient of `{shown}` is {word} in elements that are thrown away",
-            reason=f"{harm} `{chosen.expression if chosen else selecting.name}` throws those values away, but "
+            f"{severity} GG502: unsafe where: the gradient of `{shown}` is {word} in elements that are discarded",
+            reason=f"{harm} `{chosen.expression if chosen else selecting.name}` discards those values, but "
             f"not their gradient: 0 times infinity is NaN.{detail}",
             fix="y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep",
             module=case.module(op),
@@ -151,7 +151,7 @@ def _forward_finding(case: Case, birth: BadValue, severity: Severity, harm: str)
         return finding_at(
             where,
             f"{severity} {'GG405' if parameter else 'GG404'}: {what} holds {word} before `{shown}` reads it",
-            reason=f"{harm} This step did not make it: it came in with {'the weights' if parameter else 'the data'}.",
+            reason=f"{harm} It is not from this step: it came in with {'the weights' if parameter else 'the data'}.",
             fix="model.load_state_dict(last_good_state)" if parameter else _NO_FIX,
             module=case.module(op),
             samples=() if parameter else _samples(case, birth),
@@ -161,7 +161,7 @@ def _forward_finding(case: Case, birth: BadValue, severity: Severity, harm: str)
         where,
         f"{severity} {'GG401' if birth.kind == 'nan' else 'GG402'}: {word} produced in `{shown}`",
         reason=f"{harm} Everything that `{op.name}` read was "
-        f"{'finite' if birth.kind == 'inf' else 'free of NaN'}; what it gave was not.{detail}",
+        f"{'finite' if birth.kind == 'inf' else 'free of NaN'}; its result was not.{detail}",
         fix=_fix(op),
         module=case.module(op),
         samples=_samples(case, birth),
@@ -266,7 +266,7 @@ def _is_risky(op: Op, name: str) -> bool:
 
 
 def _guards(flow: Flow, test: Op, risky: Op, path: tuple[int, ...]) -> bool:
-    """Return whether a test is about the very value that a risky operation reads, or about what it gave."""
+    """Return whether a test is about the very value that a risky operation reads, or about its result."""
     name = risky.name.removesuffix("_")
     read = risky.sources[1 if name == "div" else 0]
     tested = {flow.bare_value(source) for source in test.sources}
@@ -281,7 +281,7 @@ def _guards(flow: Flow, test: Op, risky: Op, path: tuple[int, ...]) -> bool:
 
 
 def selecting_op(case: Case, op: Op) -> Op | None:
-    """Find the operation that throws some of another one's values away."""
+    """Find the operation that discards some of another one's values."""
     flow = case.flow
     waiting = [(value, 5) for value in op.outputs]
     seen = set(op.outputs)
@@ -304,7 +304,7 @@ def _unsafe_where(case: Case, op: Op, risky: Op) -> Finding:
         op.location,
         f"warning GG501: unsafe where: `{shown}` does not guard the gradient of `{unguarded}`",
         reason=f"`{risky.name}` is computed for all elements, also where it has no finite derivative. The "
-        "values are thrown away, their gradient is not: 0 times infinity is NaN. It has not happened in this step.",
+        "values are discarded, their gradient is not: 0 times infinity is NaN. It has not happened in this step.",
         fix="y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep",
         module=case.module(op),
         also=[risky.location],
