@@ -34,7 +34,7 @@ _SHARD_PARAMETER = "sharded_param sharded_state"
 
 
 def replica_obstacle(replica: Replica) -> str | None:
-    """Return what of a replica's way to reduce gradients cannot be done by others."""
+    """Return what the guard cannot do in place of a replica when it reduces gradients; None if it can do all."""
     _check_names(replica, _REPLICA, "the guard cannot work with DistributedDataParallel")
     if replica._comm_hooks:
         return "a communication hook"
@@ -48,20 +48,20 @@ def replica_obstacle(replica: Replica) -> str | None:
 
 
 def sync_buffers(replica: Replica) -> None:
-    """Return every process the buffers of the first, if the replica's next forward would; all processes call this."""
+    """Copy the buffers of the first process to all, if the next forward of the replica would; all processes call it."""
     if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         replica._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def alone_in_replica(replica: Replica) -> Iterator[None]:
-    """Let a replica run forward and backward without a single collective, as long as the block lasts."""
+    """Run forward and backward of a replica without collectives, as long as the block lasts."""
     reduced = replica.require_backward_grad_sync
     begun = replica.static_graph and replica._static_graph_delay_allreduce_enqueued
     replica.require_backward_grad_sync = replica.require_forward_param_sync = False
     if replica.static_graph:
         replica._static_graph_delay_allreduce_enqueued = True  # or the first backward would reduce after all
-    # A forward before that nobody walked back from has left the reducer waiting for gradients: those to come.
+    # After an earlier forward without a backward, the reducer waits for gradients, and would take those to come.
     replica.reducer._reset_state()
     try:
         yield
@@ -75,7 +75,7 @@ def alone_in_replica(replica: Replica) -> Iterator[None]:
 
 
 def collectives_made() -> int:
-    """Count the collectives of this process so far, on all process groups that can tell."""
+    """Count the collectives of this process so far, on all process groups that number theirs."""
     made = 0
     for group in _find("distributed.distributed_c10d._world", "collectives of a loss are not seen").pg_map:
         with suppress(RuntimeError):  # a backend that does not count
@@ -110,7 +110,6 @@ class WatchedRanks:
         return bool(count)
 
     def union(self, names: Sequence[str]) -> set[str]:
-        """Return the names of all ranks."""
         if self._group is None:
             return set(names)
         found: list[Any] = [None] * distributed.get_world_size(self._group)
@@ -122,7 +121,7 @@ class WatchedRanks:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process has a part."""
+    """Return whether a tensor is a DTensor, of which this process has a part."""
     return hasattr(tensor, "to_local")  # a plain tensor must not import torch.distributed.tensor
 
 

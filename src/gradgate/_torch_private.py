@@ -141,7 +141,6 @@ schema_of = _find_attribute(torch.ops.aten.add.Tensor, "_schema", _NO_DOCTOR)
 
 
 def function_class_of(node: Any) -> type[torch.autograd.Function] | None:
-    """Return the user's autograd Function that made a node."""
     return getattr(type(node), "_forward_cls", None)
 
 
@@ -283,11 +282,9 @@ buffers_of = _find_attribute(_MODULE, "_buffers", "the buffers of a model cannot
 
 children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]
 children_of = _find_attribute(_MODULE, "_modules", _NO_MODULES)
-"""Return a module's own table of modules."""
 
 forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]]
 forward_pre_hooks = _find_attribute(_MODULE, "_forward_pre_hooks", "computed weights cannot be frozen")
-"""Return a module's own table of the hooks that are called before its forward."""
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -457,7 +454,6 @@ def is_waiting(error: Exception) -> bool:
 
 
 def is_worker_death(error: Exception) -> bool:
-    """Return whether a DataLoader raised because a worker is gone."""
     return str(error).startswith("DataLoader worker (pid")
 
 
@@ -590,7 +586,7 @@ outside_functorch = _find("_C._DisableFuncTorch", "failed checks name no rows un
 """A block whose operations torch.func does not see."""
 
 inside_functorch = _find("_C._are_functorch_transforms_active", "torch.func is not noticed", lambda: False)
-"""Return whether torch.func (grad, vmap, jvp, ...) is at work around this call."""
+"""Return whether torch.func (grad, vmap, jvp, ...) is active around this call."""
 
 
 # torch.compile keeps it in the graph, FakeTensorMode knows it, a GPU runs it without waiting; vmap has no rule for it.

@@ -170,7 +170,7 @@ class Ranks(FiniteCheck):
         return RankTotals.read(numbers)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every rank has, to every rank."""
+        """Return what every rank has."""
         values: list[Any] = [None] * self.world_size
         with self.talking():
             distributed.all_gather_object(values, value, group=self.group)

@@ -149,7 +149,7 @@ class Buckets:
         self._own_holders = self._holders()
 
     def _holders(self) -> list[int]:
-        """Count, for each buffer, who holds it: more than at first as long as its gradients are in use."""
+        """Count the references to each buffer: more than at first while its gradients are in use."""
         return [memory_holders(bucket.buffer) for bucket in self._buckets]
 
     def _made(self, numbers: list[int], extra: int) -> _Bucket:
@@ -249,7 +249,7 @@ def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _counts(dtype: torch.dtype) -> bool:
-    """Return whether a dtype holds counts of samples without rounding."""
+    """Return whether a dtype stores counts of samples without rounding."""
     return _real(dtype) in (torch.float32, torch.float64)
 
 

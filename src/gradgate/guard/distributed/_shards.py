@@ -4,10 +4,10 @@ A healthy step is FSDP2's own. The only thing that is added is a record of its c
 gathered or reduced, in which order. A rank that raises in the middle of a step knows from the last steps what the
 others still wait for, and takes part in it: with its shards in gathers, with zeros in reductions.
 
-Where that order is not known - in the first step, and in a search, in which every rank runs what it likes - each
-collective is announced: one small sum tells all ranks which units are wanted. Everybody takes part in the gather
-of each of them; who wants none follows, until nobody wants any more. So a rank can run the model as often as it needs
-to, in its own time, with one unit of whole parameters after the other.
+Where that order is not known - in the first step, and in a search, in which ranks run different things - each
+collective is announced: one small sum says which units are needed. All ranks take part in the gather of each of them;
+a rank that needs none follows, until no rank needs any. So a rank can run the model as often as it needs to, in its own
+time, with one unit of whole parameters after the other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Mode(Enum):
 
 
 class Shards(Ranks):
-    """The agreement of ranks that hold shards of a model."""
+    """The agreement of ranks that have shards of a model."""
 
     # A collective is a number: 2 * unit for a gather, 2 * unit + 1 for a reduction.
 
@@ -76,7 +76,7 @@ class Shards(Ranks):
 
     @contextmanager
     def apart(self, *, training: bool) -> Iterator[None]:
-        """Have every collective of the model in sight, as long as the block lasts."""
+        """Watch every collective of the model, as long as the block lasts."""
         start_shards(self._roots)
         if not self._expected:
             self._state.refresh()  # FSDP2 may just have replaced a parameter
@@ -119,7 +119,7 @@ class Shards(Ranks):
         """List the shards of parameters that are trained."""
         return [parameter for unit in self._units for parameter in unit.trained]
 
-    # --- One pass of all ranks, and what it gave
+    # --- One pass of all ranks, and its result
 
     def begin(self, *, known: bool, counts: bool) -> None:
         """Start a step of all ranks; its order of collectives may be known, and they may be counted."""
@@ -170,7 +170,7 @@ class Shards(Ranks):
         return [gradient for unit in self._units for gradient in unit.whole_gradients()]
 
     def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
-        """Add up what all ranks tell, and learn from it."""
+        """Add the shares of all ranks, and learn the order of collectives."""
         share.earlier, share.changed, share.played = self._has_earlier, self._changed, self._played
         present = [there for unit in self._units for there in unit.present()]
         totals = self.add_up(share, present, in_haste=in_haste)
@@ -243,7 +243,7 @@ class Shards(Ranks):
             return self._announce(None, None, failed=failed)
 
     def _announce(self, wanted: int | None, gather: Callable[[], None] | None, *, failed: bool = False) -> bool:
-        """Say what this rank wants, and take part in what others want, until it has that."""
+        """Announce what this rank needs, and take part in what others need, until it has that."""
         following = 2 * len(self._units)
         while True:
             numbers = torch.zeros(following + 2, dtype=torch.int64)
