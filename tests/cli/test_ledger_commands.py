@@ -243,6 +243,17 @@ def test_long_names_leave_room_for_the_other_columns(tmp_path, monkeypatch, widt
 
 
 @pytest.mark.usefixtures("terminal")
+def test_a_rank_is_shown_where_there_are_several(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with Ledger(tmp_path / "run.ledger") as ledger:
+        ledger.record(incident("a", where="data.py:7", rank=0, world_size=4))
+        ledger.record(incident("b", where="data.py:8"))
+    text = run("ledger", "list", tmp_path / "run.ledger")
+    assert "data.py:7, rank 0" in text
+    assert text.count("rank") == 1
+
+
+@pytest.mark.usefixtures("terminal")
 def test_an_empty_answer_says_so_on_a_terminal(tmp_path):
     Ledger(tmp_path / "run.ledger", run="night").close()
     assert run("ledger", "list", tmp_path / "run.ledger") == "no incidents\n"

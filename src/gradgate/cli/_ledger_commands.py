@@ -258,8 +258,8 @@ def sql(path: Path, question: str, limit: int, seconds: float, as_json: bool) ->
 
 def _story(incident: Incident) -> str:
     place = f" at {incident.where}" if incident.where else ""
-    what = _message(incident)
-    return f"{incident.stage}: {what if incident.exception_type else incident.cause}{place}"
+    rank = f", rank {incident.rank}" if incident.world_size > 1 else ""
+    return f"{incident.stage}: {_message(incident) if incident.exception_type else incident.cause}{place}{rank}"
 
 
 def _message(incident: Incident) -> str:
