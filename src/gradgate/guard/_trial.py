@@ -28,13 +28,7 @@ from gradgate._state import FiniteCheck, TrainingState
 from gradgate._text import class_name, text_of, user_level
 from gradgate._torch_private import ModuleCall, buffers_of, children_of, end_checkpoints, innermost_call, write_count
 from gradgate._trees import non_finite_rows, tensors_in
-from gradgate.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    GradgateError,
-    GradgateWarning,
-    OtherRankError,
-)
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, GradgateWarning, OtherRankError
 from gradgate.records import Stage
 
 # --- Modules that are not under guard -------------------------------------------------------------------------------
