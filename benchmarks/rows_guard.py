@@ -226,6 +226,7 @@ def healthy(kind, size):
 def with_options(kind, size, options):
     """A clean batch under a guard with some options, against one without."""
     model, optimizer, batch, _ = training(kind, size, 0, nn.Identity())
+    size = len(batch[0])
 
     def losses_of(batch):
         inputs, labels, marks = batch
