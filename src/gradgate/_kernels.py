@@ -10,6 +10,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,10 +36,10 @@ DTYPES = _CODES.keys()
 _COMPUTED = dict.fromkeys(_CODES, torch.int64)
 _COMPUTED.update(dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float32))
 _COMPUTED[torch.float64] = torch.float64
-_LARGEST, _SMALLEST, _EQUALS = 0, 1, 3
-_ELEMENTS, _DIFFERENCES, _SQUARES = 0, 1, 2
+_ELEMENTS, _DIFFERENCES, _SQUARES, _LARGEST, _SMALLEST, _, _EQUALS = range(7)
 _DISTANCES, _SHARES, _WEIGHTS = 0, 1, 2
 _CPU = torch.device("cpu")
+_NO_MEMORY = "gradgate's native kernels could not get the memory that they need"
 
 Shape: TypeAlias = tuple[int, int, int]  # outer, reduced, inner
 
@@ -84,12 +85,6 @@ def _made(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
-def _checked(result: int) -> int:
-    if result < 0:
-        raise MemoryError("gradgate's native kernels could not get the memory that they need")
-    return result
-
-
 def valid(x: torch.Tensor, keep: torch.Tensor | None, value: float) -> torch.Tensor:
     """Give the mask of what is kept and is not the value; x and keep are contiguous and of one shape."""
     mask = _made(x.shape, torch.bool)
@@ -99,18 +94,9 @@ def valid(x: torch.Tensor, keep: torch.Tensor | None, value: float) -> torch.Ten
 
 def count(mask: torch.Tensor, shape: Shape, out_shape: Sequence[int]) -> torch.Tensor:
     """Count what a contiguous mask keeps of each slice."""
-    number = _made(out_shape, torch.int64)
-    library.count(address_of(mask), *shape, number.data_ptr(), torch.get_num_threads())
+    number, total = _made(out_shape, torch.int64), _made(out_shape, torch.int64)
+    _fold(Layout(mask.view(torch.uint8), shape, mask).described(), _ELEMENTS, total, number)
     return number
-
-
-def sums(layout: Layout, out_shape: Sequence[int], *, mean: bool = False, counted: bool = True) -> Sums:
-    """Add up what is kept of each slice, or give its mean; in float32 for halves, and int64 for integers."""
-    total = _made(out_shape, _COMPUTED[layout.x.dtype])
-    number = _made(out_shape, torch.int64) if counted else None
-    address = None if number is None else number.data_ptr()
-    empty = library.sum(layout.described(), _ELEMENTS, None, mean - 1, total.data_ptr(), address)
-    return Sums(total, number, _checked(empty))
 
 
 class Sums(NamedTuple):
@@ -121,6 +107,38 @@ class Sums(NamedTuple):
     empty: int
 
 
+def sums(layout: Layout, out_shape: Sequence[int], *, mean: bool = False, counted: bool = True) -> Sums:
+    """Add up what is kept of each slice, or give its mean; in float32 for halves, and int64 for integers."""
+    dtype = _COMPUTED[layout.x.dtype]
+    total = _made(out_shape, dtype)
+    number = _made(out_shape, torch.int64) if counted or dtype is torch.int64 else None
+    empty = _fold(layout.described(), _ELEMENTS, total, number, correction=mean - 1)
+    return Sums(total, number, empty)
+
+
+def _fold(
+    described: Any,
+    op: int,
+    out: torch.Tensor,
+    number: torch.Tensor | None = None,
+    *,
+    own: torch.Tensor | None = None,
+    correction: float = -1,
+) -> int:
+    """Reduce what is kept of each slice; the sums are divided by the numbers less the correction if that is not < 0."""
+    empty: int = library.fold(
+        described,
+        op,
+        None if own is None else address_of(own),
+        correction,
+        out.data_ptr(),
+        None if number is None else number.data_ptr(),
+    )
+    if empty < 0:
+        raise MemoryError(_NO_MEMORY)
+    return empty
+
+
 def squares(
     layout: Layout, out_shape: Sequence[int], correction: float = -1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -128,34 +146,29 @@ def squares(
 
     The sums are divided by the numbers less the correction, unless that is negative.
     """
-    dtype = layout.x.dtype
     if layout.mask is None:
         layout = layout._replace(mask=valid(layout.x, None, layout.value))
-    found, mean, first = (_made(out_shape, _COMPUTED[dtype]) for _ in range(3))
+    found, mean, first = (_made(out_shape, _COMPUTED[layout.x.dtype]) for _ in range(3))
     number, described = _made(out_shape, torch.int64), layout.described()
     # Counted from one of the elements, the mean is so exact that equal values have no spread, however large they are.
     library.first(described, first.data_ptr())
-    start = first.data_ptr()
-    _checked(library.sum(described, _DIFFERENCES, start, 0, mean.data_ptr(), number.data_ptr()))
+    _fold(described, _DIFFERENCES, mean, number, own=first, correction=0)
     mean += first
-    _checked(library.sum(described, _SQUARES, mean.data_ptr(), correction, found.data_ptr(), None))
+    _fold(described, _SQUARES, found, own=mean, correction=correction)
     return found, mean, number
 
 
 def extreme(layout: Layout, out_shape: Sequence[int], *, largest: bool) -> tuple[torch.Tensor, int]:
     """Give the largest or smallest kept element of each slice, and how many slices may keep nothing."""
-    return _fold(layout, _LARGEST if largest else _SMALLEST, None, out_shape)
+    out = _made(out_shape, _COMPUTED[layout.x.dtype])
+    return out, _fold(layout.described(), _LARGEST if largest else _SMALLEST, out)
 
 
 def ties(layout: Layout, found: torch.Tensor) -> torch.Tensor:
     """Count, in the dtype of `found`, how many kept elements equal what was found in their slice."""
-    return _fold(layout, _EQUALS, found, found.shape)[0]
-
-
-def _fold(layout: Layout, op: int, own: torch.Tensor | None, out_shape: Sequence[int]) -> tuple[torch.Tensor, int]:
-    out = _made(out_shape, _COMPUTED[layout.x.dtype])
-    empty = library.fold(layout.described(), op, None if own is None else address_of(own), out.data_ptr())
-    return out, _checked(empty)
+    out = torch.empty_like(found)
+    _fold(layout.described(), _EQUALS, out, own=found)
+    return out
 
 
 def find(layout: Layout, found: torch.Tensor) -> torch.Tensor:
@@ -168,7 +181,8 @@ def find(layout: Layout, found: torch.Tensor) -> torch.Tensor:
 def logsumexp(layout: Layout, out_shape: Sequence[int]) -> torch.Tensor:
     """Give the logarithm of the sum of exponentials of each slice; -inf for nothing."""
     out = _made(out_shape, _COMPUTED[layout.x.dtype])
-    _checked(library.logsumexp(layout.described(), out.data_ptr()))
+    if library.logsumexp(layout.described(), out.data_ptr()) < 0:
+        raise MemoryError(_NO_MEMORY)
     return out
 
 
@@ -214,17 +228,26 @@ def softmax_gradient(
 def fill(x: torch.Tensor, mask: torch.Tensor, value: complex) -> torch.Tensor:
     """Give x where the mask keeps, and a value elsewhere; both contiguous and of one shape, of any dtype."""
     out = _made(x.shape, x.dtype)
-    other = torch.full((), value, dtype=x.dtype, device=_CPU)
-    library.fill(
-        address_of(x),
-        address_of(mask),
-        address_of(other),
-        x.numel(),
-        x.element_size(),
+    _choose(out, x, mask, torch.full((), value, dtype=x.dtype, device=_CPU))
+    return out
+
+
+def _choose(
+    out: torch.Tensor, yes: torch.Tensor, mask: torch.Tensor, no: torch.Tensor | None = None, each: int = 1
+) -> None:
+    """Write `yes` where the mask keeps and `no`, or else what is there, elsewhere; each of 0 dimensions is for all."""
+    library.choose(
         out.data_ptr(),
+        address_of(yes),
+        yes.dim() > 0 or out.dim() == 0,
+        out.data_ptr() if no is None else address_of(no),
+        no is None,
+        address_of(mask),
+        out.numel(),
+        each,
+        out.element_size(),
         torch.get_num_threads(),
     )
-    return out
 
 
 def expand(slices: torch.Tensor, mask: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -240,55 +263,44 @@ def mode(layout: Layout, out_shape: Sequence[int]) -> tuple[torch.Tensor, torch.
     """Give the last kept element with each slice's mode, how often that is kept, and how many slices keep nothing."""
     index, number = _made(out_shape, torch.int64), _made(out_shape, torch.int64)
     empty = library.mode(layout.described(), index.data_ptr(), number.data_ptr())
-    return index, number, _checked(empty)
+    if empty < 0:
+        raise MemoryError(_NO_MEMORY)
+    return index, number, empty
 
 
 # --- elements as words, whatever they mean ---------------------------------------------------------------------------
 
 
-def _words(x: torch.Tensor) -> tuple[int, int]:
-    """Give how many words a contiguous tensor has, and how many bytes each; two words are one complex128."""
-    size = x.element_size()
-    return (x.numel(), size) if size <= 8 else (2 * x.numel(), 8)
-
-
 def kept(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """Give x where keep and +0 elsewhere; `keep` broadcasts to x."""
-    x = x.contiguous()
-    count, size = _words(x)
-    each = count // max(x.numel(), 1)
+    x, each = x.contiguous(), 1
     if keep.shape != x.shape:
         # One answer for whole rows is used as it is.
         leading = next((dim for dim in range(keep.dim(), 0, -1) if keep.shape[dim - 1] != 1), 0)
         if keep.dim() == x.dim() and keep.shape[:leading] == x.shape[:leading]:
-            each *= x.shape[leading:].numel()
+            each = x.shape[leading:].numel()
         else:
             keep = keep.expand(x.shape)
-    keep = keep.contiguous()
     out = torch.empty_like(x)
-    library.choose(out.data_ptr(), address_of(x), None, address_of(keep), count, each, size, torch.get_num_threads())
+    _choose(out, x, keep.contiguous(), _zero(x.dtype), each)
     return out
+
+
+@cache
+def _zero(dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=_CPU)
 
 
 def overwrite(x: torch.Tensor, where: torch.Tensor, values: torch.Tensor | None) -> None:
     """Write values, or 0, into x where a mask says so; all three lie in memory in the same dense order."""
-    count, size = _words(x)
-    library.choose(
-        x.data_ptr(),
-        None if values is None else address_of(values),
-        x.data_ptr(),
-        address_of(where),
-        count,
-        count // max(x.numel(), 1),
-        size,
-        torch.get_num_threads(),
-    )
+    _choose(x, _zero(x.dtype) if values is None else values, where)
     increment_version(x)
 
 
 def checksums(x: torch.Tensor, weights: torch.Tensor, block: int) -> torch.Tensor:
     """Give the sum of word times weight of each block of words of a contiguous tensor, for each row of weights."""
-    count, size = _words(x)
+    size = min(x.element_size(), 8)  # two words are one complex128
+    count = x.numel() * x.element_size() // size
     sums = torch.empty((len(weights), -(-count // block)), dtype=torch.int64, device=_CPU)
     library.checksum(address_of(x), count, size, address_of(weights), sums.data_ptr(), torch.get_num_threads())
     return sums
@@ -297,7 +309,10 @@ def checksums(x: torch.Tensor, weights: torch.Tensor, block: int) -> torch.Tenso
 def repeats(index: torch.Tensor, size: int) -> bool:
     """Tell whether an index names a place of a dimension twice, or one that does not exist."""
     index = index.contiguous()
-    return _checked(library.repeats(address_of(index), index.numel(), size)) != 0
+    found: int = library.repeats(address_of(index), index.numel(), size)
+    if found < 0:
+        raise MemoryError(_NO_MEMORY)
+    return found != 0
 
 
 def nonfinite(tensors: Sequence[torch.Tensor]) -> bool | None:

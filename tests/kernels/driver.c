@@ -25,7 +25,7 @@ static void *buffer(int64_t bytes, int odd, void **holder)
 int main(void)
 {
     static const int size[] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
-    static const uint64_t value[2] = {1, 2};
+    static const uint64_t value[3] = {1, 2, 0};
     for (int round = 0; round < ROUNDS; round++) {
         int dtype = (int)draw(9), wide = dtype == F64 || dtype >= I8 ? 8 : 4;
         int64_t outer = draw(4), reduced = draw(8) ? draw(70) : draw(3000), inner = draw(2) ? 1 : 1 + draw(draw(9) ? 40 : 1500);
@@ -40,51 +40,57 @@ int main(void)
         uint8_t *made = buffer(n, 0, &held[9]);
         Input in = {x, mask, outer, reduced, inner, draw(2) ? NAN : 1.0, 1, dtype, 1 + (int)draw(3)}, bare = in;
         bare.mask = NULL;
-        NAME(gg_valid)(&in, made);
-        NAME(gg_valid)(&bare, made);
-        NAME(gg_count)(mask, outer, reduced, inner, count, 2);
+        GG(valid)(&in, made);
+        GG(valid)(&bare, made);
+        Input bytes = {mask, mask, outer, reduced, inner, 0, 0, U8, 2};
+        GG(fold)(&bytes, ELEMENTS, NULL, -1, total, count);
         for (int64_t i = 0; i < n; i++)
             kept += mask[i] != 0;
         for (int64_t i = 0; i < slices; i++)
             counted += count[i];
-        NAME(gg_sum)(&in, ELEMENTS, NULL, -1, total, count);
+        GG(fold)(&in, ELEMENTS, NULL, -1, total, count);
         for (int64_t i = 0; i < slices; i++)
             counted += count[i];
         if (counted != 2 * kept) {
             printf("round %d: %lld are kept, %lld were counted\n", round, (long long)kept, (long long)counted / 2);
             return 1;
         }
-        NAME(gg_sum)(&bare, ELEMENTS, NULL, dtype < I8 ? 0 : -1, total, NULL);
-        NAME(gg_mode)(&in, count, total);
-        NAME(gg_mode)(&bare, count, total);
-        NAME(gg_fill)(x, mask, value, n, size[dtype], out, 2);
-        NAME(gg_expand)(own, mask, outer, reduced, inner, size[dtype] < 8 ? size[dtype] : 8, out, 2);
-        NAME(gg_choose)(out, x, NULL, mask, n, 1, size[dtype], 2);
-        NAME(gg_choose)(out, x, out, mask, n, 1 + (int64_t)draw(5), size[dtype], 2);
+        GG(fold)(&bare, ELEMENTS, NULL, dtype < I8 ? 0 : -1, total, dtype < I8 ? NULL : count);
+        GG(mode)(&in, count, total);
+        GG(mode)(&bare, count, total);
+        GG(choose)(out, x, 1, value, 0, mask, n, 1, size[dtype], 2);
+        GG(choose)(out, value, 0, out, 1, mask, n, 1, size[dtype], 2);
+        GG(choose)(out, value, 0, value, 0, mask, n / 2, 1, 16, 2);
+        GG(expand)(own, mask, outer, reduced, inner, size[dtype] < 8 ? size[dtype] : 8, out, 2);
+        GG(choose)(out, x, 1, out, 1, mask, n, 1, size[dtype], 2);
+        GG(choose)(out, x, 1, out, 1, mask, n, 1 + (int64_t)draw(5), size[dtype], 2);
+        GG(choose)(out, x, 1, value + 1, 0, mask, n, 2 + (int64_t)draw(5), size[dtype], 2);
         if (dtype < I8) {
             const void *data[] = {x, out};
             const int64_t counts[] = {n, n}, dtypes[] = {dtype, dtype};
-            NAME(gg_nonfinite)(data, counts, dtypes, 2, 2);
+            GG(nonfinite)(data, counts, dtypes, 2, 2);
             for (int op = LARGEST; op <= EQUALS; op++) {
-                NAME(gg_fold)(&in, op, op > SMALLEST ? own : NULL, total);
-                NAME(gg_fold)(&bare, op, op > SMALLEST ? own : NULL, total);
+                GG(fold)(&in, op, op > SMALLEST ? own : NULL, -1, total, NULL);
+                GG(fold)(&bare, op, op > SMALLEST ? own : NULL, -1, total, NULL);
             }
             for (int op = DIFFERENCES; op <= SQUARES; op++) {
-                NAME(gg_sum)(&in, op, own, 1.5, total, count);
-                NAME(gg_sum)(&bare, op, own, -1, total, NULL);
+                GG(fold)(&in, op, own, 1.5, total, count);
+                GG(fold)(&bare, op, own, -1, total, NULL);
             }
-            NAME(gg_first)(&in, total);
-            NAME(gg_logsumexp)(&in, total);
-            NAME(gg_find)(&in, total, count);
-            NAME(gg_find)(&bare, total, count);
+            GG(first)(&in, total);
+            GG(logsumexp)(&in, total);
+            GG(find)(&in, total, count);
+            GG(find)(&bare, total, count);
             for (int op = DISTANCES; op <= WEIGHTS; op++)
-                NAME(gg_map)(&in, op, own, factor, out);
+                GG(map)(&in, op, own, factor, out);
             if (inner == 1) {
-                NAME(gg_softmax)(&in, (int)draw(2), NULL, NULL, out);
+                GG(softmax)(&in, (int)draw(2), NULL, NULL, out);
+                bare.value = NAN;
+                GG(softmax)(&bare, (int)draw(2), NULL, NULL, out);
                 Input back = in;
                 back.x = result;
                 back.dtype = wide == 8 ? F64 : F32;
-                NAME(gg_softmax)(&back, (int)draw(2), result, gradient, out);
+                GG(softmax)(&back, (int)draw(2), result, gradient, out);
             }
         }
         for (int i = 0; i < 10; i++)

@@ -23,7 +23,7 @@ def test_no_kernel_reads_or_writes_beyond_its_buffers(tmp_path):
     if not builds(tmp_path):
         pytest.skip("there is no C compiler with sanitizers")
     level = _native.LEVELS.index(_native.library.level) if _native.library is not None else 0
-    command = ["cc", *hatch_build.FLAGS, *SANITIZERS, *hatch_build.LEVELS[level], "-Wall", "-Wextra", "-Werror"]
+    command = ["cc", *hatch_build.FLAGS, *SANITIZERS, *hatch_build.LEVELS[level], "-O1", "-Wall", "-Wextra", "-Werror"]
     command += [f"-DLEVEL={level}", "-DROUNDS=300", "-DGRADGATE_KERNELS=1", "-I", str(hatch_build.FOLDER)]
     command += [str(ROOT / "tests" / "kernels" / "driver.c"), "-o", str(tmp_path / "driver"), "-lm", "-lpthread"]
     subprocess.run(command, check=True)

@@ -36,22 +36,19 @@ _INPUT = ctypes.POINTER(Input)
 # What each kernel returns and takes, as in kernels.c.
 _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "valid": (None, [_INPUT, _pointer]),
-    "count": (None, [_pointer, _int64, _int64, _int64, _pointer, _int32]),
-    "sum": (_int64, [_INPUT, _int32, _pointer, _double, _pointer, _pointer]),
+    "fold": (_int64, [_INPUT, _int32, _pointer, _double, _pointer, _pointer]),
     "first": (None, [_INPUT, _pointer]),
-    "choose": (None, [_pointer, _pointer, _pointer, _pointer, _int64, _int64, _int32, _int32]),
-    "checksum": (None, [_pointer, _int64, _int32, _pointer, _pointer, _int32]),
-    "repeats": (_int64, [_pointer, _int64, _int64]),
-    "copy": (None, [_pointer, _pointer, _pointer, _int64]),
-    "nonfinite": (_int32, [_pointer, _pointer, _pointer, _int64, _int32]),
-    "fold": (_int64, [_INPUT, _int32, _pointer, _pointer]),
     "logsumexp": (_int64, [_INPUT, _pointer]),
     "find": (None, [_INPUT, _pointer, _pointer]),
     "map": (None, [_INPUT, _int32, _pointer, _pointer, _pointer]),
     "softmax": (None, [_INPUT, _int32, _pointer, _pointer, _pointer]),
-    "fill": (None, [_pointer, _pointer, _pointer, _int64, _int32, _pointer, _int32]),
-    "expand": (None, [_pointer, _pointer, _int64, _int64, _int64, _int32, _pointer, _int32]),
     "mode": (_int64, [_INPUT, _pointer, _pointer]),
+    "choose": (None, [_pointer, _pointer, _int32, _pointer, _int32, _pointer, _int64, _int64, _int32, _int32]),
+    "expand": (None, [_pointer, _pointer, _int64, _int64, _int64, _int32, _pointer, _int32]),
+    "checksum": (None, [_pointer, _int64, _int32, _pointer, _pointer, _int32]),
+    "repeats": (_int64, [_pointer, _int64, _int64]),
+    "copy": (None, [_pointer, _pointer, _pointer, _int64]),
+    "nonfinite": (_int32, [_pointer, _pointer, _pointer, _int64, _int32]),
 }
 
 

@@ -1,44 +1,59 @@
-/* One dtype of integers, T; see kernels.c. They are added as uint64_t, which wraps around as torch's sums do. */
+/* One dtype of integers, T; see kernels.c. */
 
-PLAIN_LOOPS static void T_NAME(sum)(const Input *in, int op, int counted, const void *shift, int64_t offset,
-                                    int64_t rows, int64_t n, void *out, int64_t *counts)
+INLINE void JOIN(add, T)(int how, const Whole *job, int64_t from, int64_t to)
 {
-    (void)op, (void)counted, (void)shift;
-    const T *x = (const T *)in->x + offset;
-    const uint8_t *mask = in->mask + offset;
-    uint64_t *totals = out;
-    if (in->inner == 1)
-        for (int64_t row = 0; row < rows; row++, x += n, mask += n) {
-            uint64_t total = 0;
-            int64_t count = 0;
-            for (int64_t i = 0; i < n; i++) {
-                total += mask[i] ? (uint64_t)x[i] : 0;
-                count += mask[i] != 0;
+    const Input *in = job->in;
+    const T value = (T)in->whole;
+    for (int64_t unit = from; unit < to; unit++) {
+        Piece p = piece_of(in, &job->cut, unit);
+        const T *x = (const T *)in->x + p.offset;
+        const uint8_t *mask = how == BY_MASK ? in->mask + p.offset : (const uint8_t *)x;
+        uint64_t totals[TILE];
+        int64_t counts[TILE];
+        memset(totals, 0, p.width * sizeof *totals);
+        memset(counts, 0, p.width * sizeof *counts);
+        if (in->inner == 1)
+            for (int64_t first = 0; first < p.rows; first += 1 << 14) {
+                N total = 0;
+                uint32_t count = 0;
+                for (int64_t i = first; i < LEAST(p.rows, first + (1 << 14)); i++) {
+                    uint32_t take = how == BY_MASK ? mask[i] != 0 : x[i] != value;
+                    total += take ? (N)x[i] : 0;
+                    count += take;
+                }
+                *totals += sizeof(N) == 4 ? (uint64_t)(int32_t)total : total;
+                *counts += count;
             }
-            totals[row] = total;
-            counts[row] = count;
+        else
+            for (int64_t row = 0; row < p.rows; row++, x += in->inner, mask += in->inner)
+                for (int64_t i = 0; i < p.width; i++) {
+                    int take = how == BY_MASK ? mask[i] != 0 : x[i] != value;
+                    totals[i] += take ? (uint64_t)x[i] : 0;
+                    counts[i] += take;
+                }
+        for (int64_t i = 0; i < p.width; i++) { /* several threads may have a part of one slice */
+            __atomic_fetch_add(job->totals + p.slice + i, totals[i], __ATOMIC_RELAXED);
+            __atomic_fetch_add(job->counts + p.slice + i, counts[i], __ATOMIC_RELAXED);
         }
-    else {
-        memset(totals, 0, n * sizeof *totals);
-        memset(counts, 0, n * sizeof *counts);
-        for (int64_t row = 0; row < rows; row++, x += in->inner, mask += in->inner)
-            for (int64_t i = 0; i < n; i++) {
-                totals[i] += mask[i] ? (uint64_t)x[i] : 0;
-                counts[i] += mask[i] != 0;
-            }
     }
 }
 
-PLAIN_LOOPS static void T_NAME(valid)(const Input *in, int64_t offset, int64_t n, uint8_t *out)
+static void JOIN(sum, T)(void *job, int64_t from, int64_t to)
+{
+    if (((const Whole *)job)->in->mask)
+        JOIN(add, T)(BY_MASK, job, from, to);
+    else
+        JOIN(add, T)(BY_VALUE, job, from, to);
+}
+
+static void JOIN(valid, T)(const Input *in, int64_t offset, int64_t n, uint8_t *out)
 {
     const T *x = (const T *)in->x + offset, value = (T)in->whole;
-    if (in->mask)
-        for (int64_t i = 0; i < n; i++)
-            out[i] = (in->mask[offset + i] != 0) & (x[i] != value);
-    else
-        for (int64_t i = 0; i < n; i++)
-            out[i] = x[i] != value;
+    for (int64_t i = 0; i < n; i++)
+        out[i] = x[i] != value;
+    for (int64_t i = 0; i < n && in->mask; i++)
+        out[i] &= in->mask[offset + i] != 0;
 }
 
 #undef T
-#undef T_NAME
+#undef N

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gradgate._checks import check_tensor
-from gradgate._names import describe
+from gradgate._checks import check_tensor, wrong_type, wrong_value
 from gradgate._state import divide_gradients
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.errors import ArgumentValueError
 
 
 class ExactMean:
@@ -42,11 +41,8 @@ class ExactMean:
 
     def __init__(self, model: torch.nn.Module, *, group: distributed.ProcessGroup | None = None) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise ArgumentTypeError(
-                f"losses.ExactMean(): `model` is {describe(model)}.",
-                why="it divides the gradients of a model's parameters.",
-                fix="losses.ExactMean(model)",
-            )
+            why = "it divides the gradients of a model's parameters."
+            raise wrong_type(model, "model", "losses.ExactMean", why, "losses.ExactMean(model)")
         self.model = model
         self._group = group if group is not None else getattr(model, "process_group", None)
         self._totals: torch.Tensor | None = None
@@ -72,11 +68,9 @@ class ExactMean:
         """
         check_tensor(loss_sum, name="loss_sum", function="ExactMean.backward")
         if loss_sum.dim() != 0:
-            raise ArgumentValueError(
-                f"ExactMean.backward(): `loss_sum` is {describe(loss_sum)}.",
-                why="the sum over the micro-batch is one number.",
-                fix='exact.backward(per_sample.sum(), len(per_sample))   # or a loss with reduction="sum"',
-            )
+            why = "the sum over the micro-batch is one number."
+            fix = 'exact.backward(per_sample.sum(), len(per_sample))   # or a loss with reduction="sum"'
+            raise wrong_value(loss_sum, "loss_sum", "ExactMean.backward", why, fix)
         if not loss_sum.requires_grad:
             raise ArgumentValueError(
                 "ExactMean.backward(): `loss_sum` has no graph to go back through.",
@@ -123,16 +117,10 @@ class ExactMean:
 
 def _counted(count: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(count, (Real, torch.Tensor)):
-        raise ArgumentTypeError(
-            f"ExactMean.backward(): `count` is {describe(count)}.",
-            why="it is how much went into the sum: samples, tokens, or weight.",
-            fix="exact.backward(per_sample.sum(), len(per_sample))",
-        )
+        why = "it is how much went into the sum: samples, tokens, or weight."
+        raise wrong_type(count, "count", "ExactMean.backward", why, "exact.backward(per_sample.sum(), len(per_sample))")
     counted = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     if counted.dim() != 0:
-        raise ArgumentValueError(
-            f"ExactMean.backward(): `count` is {describe(count)}.",
-            why="one number belongs to one sum.",
-            fix="exact.backward(loss_sum, count.sum())",
-        )
+        why = "one number belongs to one sum."
+        raise wrong_value(count, "count", "ExactMean.backward", why, "exact.backward(loss_sum, count.sum())")
     return counted

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from gradgate import masked
-from gradgate._checks import check_keep, check_tensor
+from gradgate._checks import check_keep, check_tensor, wrong_type
 from gradgate._names import describe
 from gradgate._torch_private import has_data
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.errors import ArgumentValueError
 from gradgate.losses._reducing import check_weights, divided, over_elements
 
 Loss = Callable[..., torch.Tensor]
@@ -74,11 +74,9 @@ def masked_loss(
                 [ 0.0000,  0.0000]])
     """
     if not callable(loss_fn):
-        raise ArgumentTypeError(
-            f"losses.masked_loss(): `loss_fn` is {describe(loss_fn)}.",
-            why="it is called with what is kept of input and target.",
-            fix="losses.masked_loss(torch.nn.functional.cross_entropy, logits, labels, exclude=-100)",
-        )
+        why = "it is called with what is kept of input and target."
+        fix = "losses.masked_loss(torch.nn.functional.cross_entropy, logits, labels, exclude=-100)"
+        raise wrong_type(loss_fn, "loss_fn", "losses.masked_loss", why, fix)
     check_tensor(input, name="input", function="losses.masked_loss")
     check_tensor(target, name="target", function="losses.masked_loss")
     if keep is None and weights is None and not more:
@@ -109,13 +107,8 @@ def masked_loss(
         return _standing_in(loss_fn, picking, input, target, more, kw, mask, weights, reduction, empty)
     # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position knows
     # nothing of another's.
-    if (
-        picking.ignored is not None
-        and weights is None
-        and reduction != "none"
-        and picking.finite_outside(mask, input)
-        and bool(mask.any())
-    ):
+    ignoring = picking.ignored is not None and weights is None and reduction != "none"
+    if ignoring and picking.finite_outside(mask, input) and bool(mask.any()):
         return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
     rows = mask.reshape(-1).nonzero().squeeze(1)
     if len(rows) == 0 and not (reduction == "none" and type(picking) is _Picking):  # whose losses have another shape
@@ -124,9 +117,8 @@ def masked_loss(
         if len(rows) == mask.numel():
             return loss_fn(input, target, *more, **kw)
         return loss_fn(*picking.picked(rows, input, target, more), **picking.picked_keywords(rows, kw))
-    per_element = _unreduced(loss_fn, kw)(
-        *picking.picked(rows, input, target, more), **picking.picked_keywords(rows, kw)
-    )
+    unreduced = _unreduced(loss_fn, kw)
+    per_element = unreduced(*picking.picked(rows, input, target, more), **picking.picked_keywords(rows, kw))
     if weights is not None:
         heavy = _beside(_spread(weights, mask).reshape(-1)[rows], per_element)
         amount = _beside(picking.amounts(target, kw).reshape(-1)[rows], per_element) * heavy
@@ -162,13 +154,9 @@ def _mask(
         unreduced = torch.empty(picking.shape, device="meta")
         each = over_elements(keep, unreduced, function="losses.masked_loss")
         mask = check_keep(each, _blank(keep, picking.shape), function="losses.masked_loss")
-    if exclude is not None or picking.ignored is not None:
-        values = [value for value in (exclude, picking.ignored) if value is not None]
-        for value in values:
-            # Labels and one number, the commonest case, need no look at what the dtype can hold.
-            plain = type(value) is int and target.dtype is torch.int64 and -(2**63) <= value < 2**63
-            taking_part = target != value if plain else masked.valid(target.detach(), exclude=value)
-            found = picking.over_loss(taking_part)
+    for value in (exclude, picking.ignored):
+        if value is not None:
+            found = picking.over_loss(masked.valid(target.detach(), exclude=value))
             mask = found if mask is None else mask & found
     if weights is not None:
         heavy = check_weights(weights, _blank(weights, picking.shape), function="losses.masked_loss").detach() != 0
@@ -182,10 +170,8 @@ def _blank(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _spread(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    spread: torch.Tensor = over_elements(weights, mask, name="weights", function="losses.masked_loss").expand(
-        mask.shape
-    )
-    return spread
+    each: torch.Tensor = over_elements(weights, mask, name="weights", function="losses.masked_loss")
+    return each.expand(mask.shape)
 
 
 def _unreduced(loss_fn: Loss, kw: dict[str, Any]) -> Loss:
@@ -285,55 +271,28 @@ _LINEAR = tuple(
     for loss in (getattr(functional, "linear_cross_entropy", None), getattr(nn, "LinearCrossEntropyLoss", None))
     if loss is not None  # new in torch 2.13
 )
-_WITH_CLASSES = (functional.cross_entropy, functional.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
-_BY_SAMPLE = (
-    functional.triplet_margin_loss,
-    functional.triplet_margin_with_distance_loss,
-    functional.cosine_embedding_loss,
-    functional.multi_margin_loss,
-    functional.multilabel_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    nn.TripletMarginLoss,
-    nn.TripletMarginWithDistanceLoss,
-    nn.CosineEmbeddingLoss,
-    nn.MultiMarginLoss,
-    nn.MultiLabelMarginLoss,
-    nn.MultiLabelSoftMarginLoss,
+
+
+def _losses(names: str) -> tuple[Any, ...]:
+    return tuple(getattr(nn if name[0].isupper() else functional, name) for name in names.split())
+
+
+_WITH_CLASSES = _losses("cross_entropy nll_loss CrossEntropyLoss NLLLoss")
+_BY_SAMPLE = _losses(
+    "triplet_margin_loss triplet_margin_with_distance_loss cosine_embedding_loss multi_margin_loss "
+    "multilabel_margin_loss multilabel_soft_margin_loss TripletMarginLoss TripletMarginWithDistanceLoss "
+    "CosineEmbeddingLoss MultiMarginLoss MultiLabelMarginLoss MultiLabelSoftMarginLoss"
 )
-_CTC = (functional.ctc_loss, nn.CTCLoss)
-_BY_ELEMENT = (
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.huber_loss,
-    functional.smooth_l1_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.soft_margin_loss,
-    functional.poisson_nll_loss,
-    functional.kl_div,
-    functional.gaussian_nll_loss,
-    functional.hinge_embedding_loss,
-    functional.margin_ranking_loss,
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.HuberLoss,
-    nn.SmoothL1Loss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.SoftMarginLoss,
-    nn.PoissonNLLLoss,
-    nn.KLDivLoss,
-    nn.GaussianNLLLoss,
-    nn.HingeEmbeddingLoss,
-    nn.MarginRankingLoss,
+_CTC = _losses("ctc_loss CTCLoss")
+_BY_ELEMENT = _losses(
+    "mse_loss l1_loss huber_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss "
+    "poisson_nll_loss kl_div gaussian_nll_loss hinge_embedding_loss margin_ranking_loss MSELoss L1Loss HuberLoss "
+    "SmoothL1Loss BCELoss BCEWithLogitsLoss SoftMarginLoss PoissonNLLLoss KLDivLoss GaussianNLLLoss HingeEmbeddingLoss "
+    "MarginRankingLoss"
 )
-_TARGET_THIRD = (
-    functional.margin_ranking_loss,
-    functional.cosine_embedding_loss,
-    nn.MarginRankingLoss,
-    nn.CosineEmbeddingLoss,
-)
-_GAUSSIAN = (functional.gaussian_nll_loss, nn.GaussianNLLLoss)
+_TARGET_THIRD = _losses("margin_ranking_loss cosine_embedding_loss MarginRankingLoss CosineEmbeddingLoss")
+_GAUSSIAN = _losses("gaussian_nll_loss GaussianNLLLoss")
+_WITHOUT_LABEL = _losses("multilabel_margin_loss multilabel_soft_margin_loss MultiLabelMarginLoss")
 # Arguments after the second that have one entry for each sample.
 _DATA = ("negative", "target", "var", "input_lengths", "target_lengths")
 _NAMES = {
@@ -342,26 +301,15 @@ _NAMES = {
     if not isinstance(function, type)
 }
 # Keywords that broadcast against the input, so that they are picked with it.
-_LIKE_INPUT = {
-    functional.binary_cross_entropy: ("weight",),
-    functional.binary_cross_entropy_with_logits: ("weight", "pos_weight"),
-    functional.mse_loss: ("weight",),
-    functional.l1_loss: ("weight",),
-    functional.huber_loss: ("weight",),
-    functional.multilabel_soft_margin_loss: ("weight",),
-}
+_LIKE_INPUT: dict[Any, tuple[str, ...]] = dict.fromkeys(
+    _losses("binary_cross_entropy mse_loss l1_loss huber_loss multilabel_soft_margin_loss"), ("weight",)
+)
+_LIKE_INPUT[functional.binary_cross_entropy_with_logits] = ("weight", "pos_weight")
 _FUNCTION_OF: dict[Any, Any] = {
     nn.BCELoss: functional.binary_cross_entropy,
     nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
     nn.MultiLabelSoftMarginLoss: functional.multilabel_soft_margin_loss,
 }
-
-
-_WITHOUT_LABEL = (
-    functional.multilabel_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    nn.MultiLabelMarginLoss,
-)
 
 
 def _is(loss_fn: Any, kinds: tuple[Any, ...]) -> bool:
@@ -471,11 +419,8 @@ class _Picking:
 
     def picked_keywords(self, rows: torch.Tensor, kw: dict[str, Any]) -> dict[str, Any]:
         """Give the keywords for these rows; a weight of fewer dimensions than the input is about columns."""
-        names = _LIKE_INPUT.get(self.loss_fn, ())
-        return {
-            name: self._pick(rows, value) if name in names and _dims(value) == self.dims else value
-            for name, value in kw.items()
-        }
+        names = [name for name in _LIKE_INPUT.get(self.loss_fn, ()) if getattr(kw.get(name), "ndim", 0) == self.dims]
+        return kw | {name: self._pick(rows, kw[name]) for name in names}
 
     def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
         """Say how much each entry of the unreduced loss adds to the denominator."""
@@ -677,10 +622,6 @@ def _chosen(lengths: Any, rows: torch.Tensor) -> Any:
     if isinstance(lengths, torch.Tensor):
         return lengths.index_select(0, rows.to(lengths.device))
     return type(lengths)(lengths[row] for row in rows.tolist())
-
-
-def _dims(value: Any) -> int:
-    return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
 def _name(loss_fn: Any) -> str:

@@ -11,10 +11,10 @@ from typing import Literal, TypeAlias
 import torch
 
 from gradgate import masked
-from gradgate._checks import check_tensor
-from gradgate._names import describe, listed
+from gradgate._checks import check_tensor, wrong_type, wrong_value
+from gradgate._names import listed
 from gradgate._torch_private import has_data
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.errors import ArgumentValueError
 
 _NUMPY = find_spec("numpy") is not None
 
@@ -50,11 +50,7 @@ def inliers(x: torch.Tensor, *, method: Method = "mad", threshold: float = 3.5, 
     """
     check_tensor(x, name="x", function="losses.inliers")
     if x.is_complex():
-        raise ArgumentTypeError(
-            f"losses.inliers(): `x` is {describe(x)}.",
-            why="complex numbers have no order.",
-            fix="losses.inliers(x.abs())",
-        )
+        raise wrong_type(x, "x", "losses.inliers", "complex numbers have no order.", "losses.inliers(x.abs())")
     _check_threshold(method, threshold)
     values = x.detach()
     if not values.is_floating_point():
@@ -116,17 +112,10 @@ def _finite_or_none(x: torch.Tensor) -> torch.Tensor | None:
 
 def _check_threshold(method: object, threshold: float) -> None:
     if not isinstance(method, str) or method not in _METHODS:
-        raise ArgumentValueError(
-            f"losses.inliers(): `method` is {describe(method)}.",
-            why=f"there are {listed(list(_METHODS))}.",
-            fix='method="mad"',
-        )
+        raise wrong_value(method, "method", "losses.inliers", f"there are {listed(list(_METHODS))}.", 'method="mad"')
     if not _is_number(threshold):
-        raise ArgumentTypeError(
-            f"losses.inliers(): `threshold` is {describe(threshold)}.",
-            why="it says how far out is too far, as a number.",
-            fix="threshold=3.5",
-        )
+        why = "it says how far out is too far, as a number."
+        raise wrong_type(threshold, "threshold", "losses.inliers", why, "threshold=3.5")
     if method == "quantile" and not 0 < threshold <= 1:
         raise ArgumentValueError(
             f"losses.inliers(): `threshold` is {threshold} with method='quantile'.",
@@ -169,17 +158,13 @@ def trimmed(per_sample: torch.Tensor, fraction: float) -> torch.Tensor:
     """
     check_tensor(per_sample, name="per_sample", function="losses.trimmed")
     if not per_sample.is_floating_point():
-        raise ArgumentTypeError(
-            f"losses.trimmed(): `per_sample` is {describe(per_sample)}.",
-            why="losses are real numbers.",
-            fix="losses.trimmed(per_sample.float(), fraction)",
-        )
+        why = "losses are real numbers."
+        fix = "losses.trimmed(per_sample.float(), fraction)"
+        raise wrong_type(per_sample, "per_sample", "losses.trimmed", why, fix)
     if not _is_number(fraction):
-        raise ArgumentTypeError(
-            f"losses.trimmed(): `fraction` is {describe(fraction)}.",
-            why="how many losses are left out is a number that the host knows.",
-            fix="losses.trimmed(per_sample, 0.1)   # without the largest 10 %",
-        )
+        why = "how many losses are left out is a number that the host knows."
+        fix = "losses.trimmed(per_sample, 0.1)   # without the largest 10 %"
+        raise wrong_type(fraction, "fraction", "losses.trimmed", why, fix)
     if not 0 <= fraction < 1:
         raise ArgumentValueError(
             f"losses.trimmed(): `fraction` is {fraction}.",

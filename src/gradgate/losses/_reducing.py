@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from gradgate import masked
-from gradgate._checks import check_fits, check_keep, check_tensor
-from gradgate._names import describe, listed
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate._checks import check_fits, check_keep, check_tensor, wrong_type, wrong_value
+from gradgate._names import listed
+from gradgate.errors import ArgumentValueError
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
@@ -72,11 +72,8 @@ def reduced(
 def check_reduction(reduction: str, *, function: str) -> None:
     """Make sure that a reduction is one that there is."""
     if reduction not in get_args(Reduction):
-        raise ArgumentValueError(
-            f"{function}(): `reduction` is {describe(reduction)}.",
-            why=f"there are {listed(get_args(Reduction))}.",
-            fix='reduction="mean"',
-        )
+        why = f"there are {listed(get_args(Reduction))}."
+        raise wrong_value(reduction, "reduction", function, why, 'reduction="mean"')
 
 
 def divided(total: torch.Tensor, amount: torch.Tensor, empty: float) -> torch.Tensor:
@@ -151,10 +148,6 @@ def check_weights(weights: torch.Tensor, per_element: torch.Tensor, *, function:
     """Make sure that weights fit the samples or the elements."""
     check_tensor(weights, name="weights", function=function)
     if weights.is_complex():
-        raise ArgumentTypeError(
-            f"{function}(): `weights` is {describe(weights)}.",
-            why="a weight says how much a loss counts.",
-            fix="weights=weights.abs()",
-        )
+        raise wrong_type(weights, "weights", function, "a weight says how much a loss counts.", "weights=weights.abs()")
     each = over_elements(weights, per_element, name="weights", function=function)
     return check_fits(each, per_element, name="weights", function=function)

@@ -13,19 +13,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gradgate._checks import check_fits, check_keep, check_tensor
-from gradgate._names import describe
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate._checks import check_fits, check_keep, check_tensor, wrong_type, wrong_value
+from gradgate.errors import ArgumentValueError
 from gradgate.gates import straight_through
-from gradgate.losses._reducing import (
-    Reduction,
-    check_reduction,
-    check_weights,
-    narrowed,
-    over_elements,
-    reduced,
-    wide_dtype,
-)
+from gradgate.losses import _reducing
+from gradgate.losses._reducing import Reduction, check_weights, narrowed, over_elements, reduced, wide_dtype
 
 Scale: TypeAlias = float | torch.Tensor
 
@@ -101,15 +93,11 @@ def cauchy(
         >>> gg.losses.cauchy(torch.tensor([0.0, 1.0]), reduction="none")
         tensor([0.0000, 0.3466])
     """
-    return _of_residual(
-        lambda r, s: s**2 / 2 * _log1p_square(r / s),
-        residual,
-        scale,
-        keep,
-        weights,
-        reduction,
-        function="losses.cauchy",
-    )
+
+    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+        return s**2 / 2 * _log1p_square(r / s)
+
+    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.cauchy")
 
 
 def welsch(
@@ -142,15 +130,11 @@ def welsch(
         >>> gg.losses.welsch(torch.tensor([0.0, float("inf")]), reduction="none")
         tensor([0.0000, 0.5000])
     """
-    return _of_residual(
-        lambda r, s: -(s**2) / 2 * _expm1(-_square(r / s)),
-        residual,
-        scale,
-        keep,
-        weights,
-        reduction,
-        function="losses.welsch",
-    )
+
+    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+        return -(s**2) / 2 * _expm1(-_square(r / s))
+
+    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.welsch")
 
 
 def geman_mcclure(
@@ -370,11 +354,9 @@ def adaptive(
     """
     _check_alpha(alpha, residual, function="losses.adaptive")
     if not isinstance(alpha, torch.Tensor) and not 0 <= alpha < math.inf:
-        raise ArgumentValueError(
-            f"losses.adaptive(): `alpha` is {describe(alpha)}.",
-            why="beneath 0 the density has no integral, so that there is no likelihood.",
-            fix="alpha=0.0   # Cauchy; losses.barron takes any alpha, as long as it does not learn",
-        )
+        why = "beneath 0 the density has no integral, so that there is no likelihood."
+        fix = "alpha=0.0   # Cauchy; losses.barron takes any alpha, as long as it does not learn"
+        raise wrong_value(alpha, "alpha", "losses.adaptive", why, fix)
 
     def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
         shape = torch.as_tensor(alpha, dtype=r.dtype, device=r.device)
@@ -388,11 +370,7 @@ def _check_alpha(alpha: Any, residual: Any, *, function: str) -> None:
     if isinstance(alpha, torch.Tensor):
         check_fits(alpha, check_tensor(residual, name="residual", function=function), name="alpha", function=function)
     elif not isinstance(alpha, Real):
-        raise ArgumentTypeError(
-            f"{function}(): `alpha` is {describe(alpha)}.",
-            why="it is the shape of the loss, as a number.",
-            fix="alpha=1.0",
-        )
+        raise wrong_type(alpha, "alpha", function, "it is the shape of the loss, as a number.", "alpha=1.0")
 
 
 def _general(r: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
@@ -446,11 +424,8 @@ def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *,
         tensor([1.0000, 0.5000, 0.1000])
     """
     if not callable(loss):
-        raise ArgumentTypeError(
-            f"losses.robust_weights(): `loss` is {describe(loss)}.",
-            why="it is asked for its slope at each residual.",
-            fix="losses.robust_weights(losses.cauchy, residual)",
-        )
+        why = "it is asked for its slope at each residual."
+        raise wrong_type(loss, "loss", "losses.robust_weights", why, "losses.robust_weights(losses.cauchy, residual)")
     check_tensor(residual, name="residual", function="losses.robust_weights")
     with torch.enable_grad():
         dtype = residual.dtype if residual.is_floating_point() else torch.get_default_dtype()
@@ -497,19 +472,13 @@ def _of_residual(
 ) -> torch.Tensor:
     """Apply a formula to residuals and reduce; what is left out is replaced by 0 before the formula sees it."""
     if check_tensor(residual, name="residual", function=function).is_complex():
-        raise ArgumentTypeError(
-            f"{function}(): `residual` is {describe(residual)}.",
-            why="a residual has a size and a sign.",
-            fix=f"{function}(residual.abs())",
-        )
-    check_reduction(reduction, function=function)
+        why = "a residual has a size and a sign."
+        raise wrong_type(residual, "residual", function, why, f"{function}(residual.abs())")
+    _reducing.check_reduction(reduction, function=function)
     number: Any = scale
     if not isinstance(number, torch.Tensor) and not (isinstance(number, Real) and float(number) > 0):
-        raise ArgumentValueError(
-            f"{function}(): `scale` is {describe(scale)}.",
-            why="it is the size at which a residual counts as large.",
-            fix="scale=1.0   # or 1.4826 * the median absolute residual",
-        )
+        why = "it is the size at which a residual counts as large."
+        raise wrong_value(scale, "scale", function, why, "scale=1.0   # or 1.4826 * the median absolute residual")
     if isinstance(scale, torch.Tensor):
         scale = _wide(check_fits(scale, residual, name="scale", function=function))
     kept = _without_left_out(_wide(residual), keep, weights, function)

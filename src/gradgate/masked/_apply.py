@@ -69,11 +69,9 @@ def apply_where(
         why = "the tensors come first, then the function that is called with their elements."
         raise wrong_type(fn, "fn", "apply_where", why, "gg.apply_where(keep, x, fn)")
     if otherwise is not None and not callable(otherwise):
-        raise ArgumentTypeError(
-            f"apply_where(): `otherwise` is {describe(otherwise)}.",
-            why="it is called with the elements that are not kept; a number for them is `fill_value`.",
-            fix=f"gg.apply_where(keep, x, fn, fill_value={otherwise if isinstance(otherwise, (int, float)) else 0.0})",
-        )
+        why = "it is called with the elements that are not kept; a number for them is `fill_value`."
+        fix = f"gg.apply_where(keep, x, fn, fill_value={otherwise if isinstance(otherwise, (int, float)) else 0.0})"
+        raise wrong_type(otherwise, "otherwise", "apply_where", why, fix)
     given: Any = args
     tensors = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else (given,)
     mask: Any = agreed(keep, tensors, function="apply_where") if isinstance(keep, tuple) or callable(keep) else keep

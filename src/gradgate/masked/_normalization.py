@@ -141,7 +141,8 @@ def _along(slices: Slices, logarithm: bool) -> Tensor:
     if slices.size == 0:
         return slices.x.clone()
     one = slices.in_one_dim()
-    return slices.spread(_slices.softmax(one.x, one.full_mask(), logarithm))
+    mask = None if one.excluded != one.excluded else one.full_mask()
+    return slices.spread(_slices.softmax(one.x, mask, logarithm))
 
 
 def layer_norm(

@@ -366,9 +366,13 @@ class _LogSumExp(torch.autograd.Function):
         return group.restored(weights * gradient), None, None
 
 
-def softmax(x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:
-    """Give the softmax of what is kept along the last dimension, or its logarithm."""
+def softmax(x: Tensor, mask: Tensor | None, logarithm: bool) -> Tensor:
+    """Give the softmax of what is kept along the last dimension, or its logarithm; without a mask NaN is left out."""
     # It is 0, or -inf for the logarithm, where an element is left out, and for a slice with nothing but -inf.
+    if mask is None:
+        if x.dtype in _FLOATS and usable(x) and not is_recorded(x):
+            return _kernels.softmax(_rows(x, None), logarithm=logarithm).to(x.dtype)
+        mask = excluding(x.detach(), None, math.nan)
     if x.dtype not in _FLOATS or not usable(x, mask):
         return composed_softmax(x, mask, logarithm)
     mask = mask if mask.shape == x.shape else mask.expand(x.shape)
@@ -378,9 +382,9 @@ def softmax(x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:
     return _kernels.softmax(_rows(x, mask), logarithm=logarithm).to(x.dtype)
 
 
-def _rows(x: Tensor, mask: Tensor) -> Layout:
+def _rows(x: Tensor, mask: Tensor | None) -> Layout:
     shape = (x.numel() // max(x.shape[-1], 1), x.shape[-1], 1)
-    return Layout(x.detach().contiguous(), shape, mask.contiguous())
+    return Layout(x.detach().contiguous(), shape, None if mask is None else mask.contiguous())
 
 
 def composed_softmax(x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:

@@ -97,13 +97,9 @@ def _edges(slices: Slices, bins: int, range: Sequence[float] | None) -> Tensor:
     else:
         low, high = amin(x, keep=slices.mask, empty=0.0), amax(x, keep=slices.mask, empty=1.0)
         if has_data(low, high) and not (torch.isfinite(low) & torch.isfinite(high)):
-            raise wrong_value(
-                [low.item(), high.item()],
-                "range",
-                slices.function,
-                "the smallest and the largest element that are kept are not finite.",
-                "keep=torch.isfinite   # or a range",
-            )
+            why = "the smallest and the largest element that are kept are not finite."
+            fix = "keep=torch.isfinite   # or a range"
+            raise wrong_value([low.item(), high.item()], "range", slices.function, why, fix)
     flat = low == high  # as in numpy, one value lies in the middle
     low, high = torch.where(flat, low - 0.5, low), torch.where(flat, high + 0.5, high)
     return torch.lerp(low, high, torch.linspace(0, 1, bins + 1, dtype=x.dtype, device=x.device))
