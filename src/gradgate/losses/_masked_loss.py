@@ -107,9 +107,9 @@ def masked_loss(
         return _standing_in(loss_fn, picking, input, target, more, kw, mask, weights, reduction, empty)
     # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position knows
     # nothing of another's.
-    ignoring = picking.ignored is not None and weights is None and reduction != "none"
-    if ignoring and picking.finite_outside(mask, input) and bool(mask.any()):
-        return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
+    ignored = picking.ignored if weights is None and reduction != "none" else None
+    if ignored is not None and picking.finite_outside(mask, input) and bool(mask.any()):
+        return loss_fn(input, torch.where(mask, target, ignored), *more, **kw)
     rows = mask.reshape(-1).nonzero().squeeze(1)
     if len(rows) == 0 and not (reduction == "none" and type(picking) is _Picking):  # whose losses have another shape
         return _nothing(input, mask, reduction, empty)
