@@ -120,11 +120,6 @@ class WatchedRanks:
 # --- Shards ---------------------------------------------------------------------------------------------------------
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, of which this process has a part."""
-    return hasattr(tensor, "to_local")  # a plain tensor must not import torch.distributed.tensor
-
-
 def sharded_like(tensor: Any, whole: torch.Tensor) -> torch.Tensor:
     """Return the part of a whole tensor that this process would have if it were distributed as a DTensor is."""
     distribute = torch.distributed.tensor.distribute_tensor

@@ -477,6 +477,11 @@ is_view: Callable[[torch.Tensor], bool] = _find("Tensor._is_view", _NO_DOCTOR)
 """Return whether autograd takes a tensor for a view of another."""
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor; asked without importing torch.distributed.tensor, which takes long."""
+    return hasattr(tensor, "to_local")
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that is in this process: of a DTensor its shard, of others all."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor

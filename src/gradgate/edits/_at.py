@@ -9,7 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar, overload
 import torch
 
 from gradgate._names import describe, listed, nearest
-from gradgate._torch_distributed import is_sharded
+from gradgate._torch_private import is_sharded
 from gradgate._trees import children_of, leaves_of, rebuilt
 from gradgate.edits._in_place import State
 from gradgate.edits._index import Mode, ParsedIndex, as_value, check_mode, fit, read

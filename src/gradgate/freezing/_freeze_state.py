@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
 from gradgate._state import FREEZES, WATCHERS
-from gradgate._torch_distributed import is_sharded, shard_units, sharded_like
-from gradgate._torch_private import OPTIMIZER_HOOKS, local_part, parameters_of, write_count
+from gradgate._torch_distributed import shard_units, sharded_like
+from gradgate._torch_private import OPTIMIZER_HOOKS, is_sharded, local_part, parameters_of, write_count
 
 # --- Which elements are frozen --------------------------------------------------------------------------------------
 
@@ -555,7 +555,7 @@ def replicated() -> set[int]:
 def gathered() -> set[int]:
     """List the ids of all whole parameters that FSDP2 has gathered; what is done to them is lost when it reshards."""
     shards = [thing for thing in _distributed_objects() if hasattr(type(thing), "set_requires_gradient_sync")]
-    return {id(parameter) for unit in shard_units(shards) for parameter in unit.gathered}
+    return {id(parameter) for shard in shards for unit in shard_units([shard]) for parameter in unit.gathered}
 
 
 def _distributed_objects() -> list[Any]:

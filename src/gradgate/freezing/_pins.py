@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradgate._names import describe, listed
-from gradgate._torch_distributed import is_sharded
-from gradgate._torch_private import local_part
+from gradgate._torch_private import is_sharded, local_part
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._freeze_state import freeze_state_of, gathered, make_freeze_state, region_of, shard_region
 from gradgate.freezing._layers import bare
@@ -158,17 +157,8 @@ def _save_mask(name: str, module: nn.Module, state: dict[str, Any], prefix: str,
         state[f"{prefix}{name}_frozen"] = mask
 
 
-def _compare_mask(
-    name: str,
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _compare_mask(name: str, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    _, _, missing, _, errors = rest  # after the metadata and `strict`; between them are the unexpected keys
     key = f"{prefix}{name}_frozen"
     mine, saved = _pinned_mask(module, name), state.pop(key, None)
     if saved is None and mine is not None:

@@ -257,13 +257,10 @@ def _cosines(
             shared = [name for name in names if name in gradients[one] and name in gradients[other]]
             if shared:
                 product = _dot(gradients[one], gradients[other], shared)
-                lengths = _norm(gradients[one], shared) * _norm(gradients[other], shared)
+                squares = [_dot(gradients[each], gradients[each], shared) for each in (one, other)]
+                lengths = squares[0].sqrt() * squares[1].sqrt()
                 found.append((layer, (one, other), torch.where(lengths == 0, 0, product / lengths)))
     return found
-
-
-def _norm(gradients: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
-    return _dot(gradients, gradients, names).sqrt()
 
 
 def _resolve(

@@ -8,8 +8,7 @@ nothing else.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate._checks import check_module
 from gradgate._names import describe
-from gradgate._torch_distributed import is_sharded
+from gradgate._torch_private import is_sharded
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._freeze_state import (
     ROWS_TOKEN,
@@ -245,7 +244,7 @@ def _split(table: nn.Parameter, rows: torch.Tensor) -> nn.Parameter:
         table, ROWS_TOKEN, f"train_rows: {len(rows):,} of its rows learn", synchronised=False
     )
     attach(small, "mirror", _Mirror(table, rows))
-    attach(table, "table", _Table(small))
+    attach(table, "table", _Table())
     return small
 
 
@@ -344,27 +343,14 @@ class _Mirror(Watcher):
 class _Table(Watcher):
     """Watches the table: an optimizer that has it and not the rows was built too early, and would train nothing."""
 
-    def __init__(self, small: nn.Parameter) -> None:
-        self.small: Callable[[], nn.Parameter | None] = weakref.ref(small)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.small = _unknown
-
     def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        small = self.small()
-        if small is not None and not any(p is small for group in optimizer.param_groups for p in group["params"]):
+        mirrors = [watchers_of(p).get("mirror") for group in optimizer.param_groups for p in group["params"]]
+        if not any(mirror is not None and mirror.table is parameter for mirror in mirrors):
             raise ArgumentValueError(
                 f"train_rows(): this {type(optimizer).__name__} has the table and not the rows that learn.",
                 why="it was built before train_rows, so the rows would never move.",
                 fix='optimizer.add_param_group({"params": training.parameters()})',
             )
-
-
-def _unknown() -> None:
-    return None
 
 
 def _check_module(module: nn.Module, what: str) -> None:

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradgate import _kernels
 from gradgate._names import describe
-from gradgate._torch_distributed import is_sharded, sharded_like
-from gradgate._torch_private import computed_name, forward_pre_hooks, local_part, parameters_of
+from gradgate._torch_distributed import sharded_like
+from gradgate._torch_private import computed_name, forward_pre_hooks, is_sharded, local_part, parameters_of
 from gradgate.errors import ArgumentTypeError, FrozenMovedError
 from gradgate.freezing._freeze_state import FrozenRegion
 

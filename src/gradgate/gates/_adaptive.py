@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from gradgate._checks import check_module, wrong_value
-from gradgate._torch_distributed import is_sharded
+from gradgate._torch_private import is_sharded
 
 _NORMAL = 1.4826
 """The standard deviation of a normal distribution, in its median absolute deviations."""

@@ -10,8 +10,7 @@ import torch
 
 from gradgate._checks import check_tensor
 from gradgate._names import describe, listed
-from gradgate._torch_distributed import is_sharded
-from gradgate._torch_private import assert_later, has_data, outside_functorch, without_batching
+from gradgate._torch_private import assert_later, has_data, is_sharded, outside_functorch, without_batching
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, FailedCheckError
 
 ENABLED = __debug__ and os.environ.get("GRADGATE_CHECKS", "1") != "0"

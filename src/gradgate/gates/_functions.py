@@ -12,7 +12,7 @@ from gradgate._checks import check_fits, check_keep, check_tensor
 from gradgate._names import describe
 from gradgate._torch_private import is_traced
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-from gradgate.gates._graph import put_rule, swap
+from gradgate.gates._gate_nodes import put_rule, swap
 from gradgate.gates._rules import Chosen, Clip, Finite, GateMeter, Mask, Rule, Scale, Whole
 
 Keep = bool | torch.Tensor | Callable[[torch.Tensor], torch.Tensor | bool]
