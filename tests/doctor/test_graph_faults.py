@@ -1,4 +1,4 @@
-"""What is wrong, in the graph: lines that cut an edge, and the way of a NaN."""
+"""What is wrong, in the graph: lines that cut an edge, and the path of a NaN."""
 
 import json
 import math
@@ -28,6 +28,20 @@ def test_a_cut_edge_carries_the_line():
         assert module_of(diagnosis, name)["state"] == "no_gradient"
     assert [ends for ends, edge in found.items() if edge["cut"]] == [("a", "c"), ("b", "c")]
     assert found["c", "loss"]["gradient_norm"] > 0
+
+
+def test_an_edge_names_the_line_that_cuts_it_not_a_mask_before_it():
+    model = modules_of("a", "b")
+
+    def step():
+        h = model.a(X)
+        h = h * (h > 0)
+        h = h.detach()
+        return model.b(h).mean()
+
+    diagnosis = gg.diagnose(step, model=model)
+    cut = edges_of(diagnosis)["a", "b"]["cut"]
+    assert (cut["source"], cut["where"]) == ("h = h.detach()", diagnosis.findings[0].where)
 
 
 def test_a_cut_before_the_loss_has_the_code_of_its_finding():
