@@ -6,7 +6,7 @@ TORCH ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 # Not quiet: an installation that says nothing for minutes looks like one that hangs. uv is faster, where it is there.
-INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/pip --disable-pip-version-check install)
+INSTALL := $(if $(shell command -v uv),uv pip install --compile-bytecode --python $(BIN)/python,$(BIN)/pip --disable-pip-version-check install)
 
 .PHONY: help hello demo test quick check compat bench bench-quick docs page browser clean
 
