@@ -398,8 +398,9 @@ static void F(valid)(const Input *in, int64_t offset, int64_t n, uint8_t *out)
     else
         for (int64_t i = 0; i < n; i++)
             out[i] = x[i] != value;
-    for (int64_t i = 0; i < n && in->mask; i++)
-        out[i] &= in->mask[offset + i] != 0;
+    const uint8_t *mask = in->mask;
+    for (int64_t i = 0; i < (mask ? n : 0); i++)
+        out[i] &= mask[offset + i] != 0;
 }
 
 /* --- gradients ---------------------------------------------------------------------------------------------------------- */

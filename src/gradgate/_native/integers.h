@@ -18,7 +18,7 @@ INLINE void JOIN(add, T)(int how, const Whole *job, int64_t from, int64_t to)
                 uint32_t count = 0;
                 for (int64_t i = first; i < LEAST(p.rows, first + (1 << 14)); i++) {
                     uint32_t take = how == BY_MASK ? mask[i] != 0 : x[i] != value;
-                    total += take ? (N)x[i] : 0;
+                    total += (N)x[i] & -(N)take; /* read in any case, which vectors need */
                     count += take;
                 }
                 *totals += sizeof(N) == 4 ? (uint64_t)(int32_t)total : total;
@@ -27,8 +27,8 @@ INLINE void JOIN(add, T)(int how, const Whole *job, int64_t from, int64_t to)
         else
             for (int64_t row = 0; row < p.rows; row++, x += in->inner, mask += in->inner)
                 for (int64_t i = 0; i < p.width; i++) {
-                    int take = how == BY_MASK ? mask[i] != 0 : x[i] != value;
-                    totals[i] += take ? (uint64_t)x[i] : 0;
+                    uint64_t take = how == BY_MASK ? mask[i] != 0 : x[i] != value;
+                    totals[i] += (uint64_t)x[i] & -take;
                     counts[i] += take;
                 }
         for (int64_t i = 0; i < p.width; i++) { /* several threads may have a part of one slice */
@@ -51,8 +51,9 @@ static void JOIN(valid, T)(const Input *in, int64_t offset, int64_t n, uint8_t *
     const T *x = (const T *)in->x + offset, value = (T)in->whole;
     for (int64_t i = 0; i < n; i++)
         out[i] = x[i] != value;
-    for (int64_t i = 0; i < n && in->mask; i++)
-        out[i] &= in->mask[offset + i] != 0;
+    const uint8_t *mask = in->mask;
+    for (int64_t i = 0; i < (mask ? n : 0); i++)
+        out[i] &= mask[offset + i] != 0;
 }
 
 #undef T

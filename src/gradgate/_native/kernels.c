@@ -212,10 +212,11 @@ static const Float32 *read_f(const Input *in, int64_t offset, int64_t n, float *
     if (in->dtype == F32)
         return (const Float32 *)in->x + offset;
     const UInt16 *x = (const UInt16 *)in->x + offset;
-    for (int64_t i = 0; i < n && in->dtype == BF16; i++) /* the upper half of a float32 */
+    const int64_t upper = in->dtype == BF16 ? n : 0; /* of a bfloat16, the upper half of a float32 */
+    for (int64_t i = 0; i < upper; i++)
         ((UInt32 *)block)[i] = (uint32_t)x[i] << 16;
     /* The exponents of a float16 and a float32 differ by 112 in their bias; a multiplication makes subnormals right too. */
-    for (int64_t i = 0; i < n && in->dtype == F16; i++) {
+    for (int64_t i = upper; i < n; i++) {
         union {
             uint32_t bits;
             float number;
