@@ -132,7 +132,7 @@ static void mode_votes(const Input *in, int64_t slice, int64_t many, int64_t *in
         /* Each counts itself and its equals before it, so that the last of them has the full count. */
         for (int64_t before = 0; before < r; before++)
             for (int64_t s = 0; s < many; s++)
-                times[s] += (codes[before][s] == codes[r][s]) & kept[before][s] & kept[r][s];
+                times[s] += codes[before][s] == codes[r][s] ? kept[before][s] : 0;
         for (int64_t s = 0; s < many; s++) {
             int wins = ((int64_t)times[s] > count[s]) | ((times[s] == (uint64_t)count[s]) & (codes[r][s] <= best[s]));
             wins &= (int)kept[r][s];
