@@ -115,32 +115,67 @@ static void mode_slice(const Input *in, int64_t offset, ModeSpace *space, int64_
     *count = (int64_t)top;
 }
 
-/* Do the same for neighbouring slices of no more than FEW elements: compared in pairs, many slices at a time. */
+/* Find the most frequent of a few codes U for each of many neighbouring slices: compared in pairs, many slices at a time. */
+#define VOTE(U)                                                                                                         \
+    static void vote_##U(U codes[FEW][VOTES], U kept[FEW][VOTES], int64_t n, int64_t many, int64_t *index, int64_t *count) \
+    {                                                                                                                   \
+        U best[VOTES] = {0}, top[VOTES] = {0}, place[VOTES] = {0}, times[VOTES];                                        \
+        for (int64_t r = 0; r < n; r++) {                                                                               \
+            /* Each counts itself and its equals before it, so that the last of them has the full count. */             \
+            memcpy(times, kept[r], sizeof times);                                                                       \
+            for (int64_t before = 0; before < r; before++)                                                              \
+                for (int64_t s = 0; s < VOTES; s++)                                                                     \
+                    times[s] += kept[before][s] & (U) - (U)(codes[before][s] == codes[r][s]);                           \
+            for (int64_t s = 0; s < VOTES; s++) {                                                                       \
+                U more = (U) - (U)(times[s] > top[s]), equal = (U) - (U)(times[s] == top[s]);                           \
+                U less = (U) - (U)(codes[r][s] <= best[s]), wins = (more | (equal & less)) & (U) - kept[r][s];          \
+                top[s] = (times[s] & wins) | (top[s] & ~wins);                                                          \
+                best[s] = (codes[r][s] & wins) | (best[s] & ~wins);                                                     \
+                place[s] = ((U)r & wins) | (place[s] & ~wins);                                                          \
+            }                                                                                                           \
+        }                                                                                                               \
+        for (int64_t s = 0; s < many; s++) {                                                                            \
+            count[s] = (int64_t)top[s];                                                                                 \
+            index[s] = top[s] ? (int64_t)place[s] : -1;                                                                 \
+        }                                                                                                               \
+    }
+VOTE(uint8_t)
+VOTE(uint32_t)
+VOTE(uint64_t)
+#undef VOTE
+
+/* Find the modes of neighbouring slices of no more than FEW elements, with codes as narrow as the elements. */
 static void mode_votes(const Input *in, int64_t slice, int64_t many, int64_t *index, int64_t *count)
 {
-    uint64_t codes[FEW][VOTES], kept[FEW][VOTES], best[VOTES] = {0}, times[VOTES];
     const int64_t n = in->reduced, step = in->inner > 1 ? in->inner : 1, next = in->inner > 1 ? 1 : n;
     const int64_t offset = slice / in->inner * in->inner * n + slice % in->inner;
-    for (int64_t s = 0; s < many; s++) {
-        index[s] = -1;
-        count[s] = 0;
+    const int narrow = in->dtype == U8 || in->dtype == I8, wide = in->dtype == F64 || in->dtype == I64;
+    const int is_signed = in->dtype == I8 || in->dtype == I16 || in->dtype == I32;
+    const uint64_t lowest = is_signed ? 0x8000000000000000u - (narrow ? 0x80u : 0x80000000u) : 0;
+    uint64_t row[VOTES];
+#define VOTES_OF(U)                                                                                                     \
+    {                                                                                                                   \
+        U codes[FEW][VOTES], kept[FEW][VOTES];                                                                          \
+        if (many < VOTES) {                                                                                             \
+            memset(codes, 0, sizeof codes);                                                                             \
+            memset(kept, 0, sizeof kept);                                                                               \
+        }                                                                                                               \
+        for (int64_t r = 0; r < n; r++) {                                                                               \
+            codes_of(in, offset + r * step, next, many, row);                                                           \
+            for (int64_t s = 0; s < many; s++) {                                                                        \
+                codes[r][s] = (U)(row[s] - lowest);                                                                     \
+                kept[r][s] = in->mask ? in->mask[offset + r * step + s * next] != 0 : 1;                                \
+            }                                                                                                           \
+        }                                                                                                               \
+        vote_##U(codes, kept, n, many, index, count);                                                                   \
     }
-    for (int64_t r = 0; r < n; r++) {
-        codes_of(in, offset + r * step, next, many, codes[r]);
-        for (int64_t s = 0; s < many; s++)
-            times[s] = kept[r][s] = in->mask ? in->mask[offset + r * step + s * next] != 0 : 1;
-        /* Each counts itself and its equals before it, so that the last of them has the full count. */
-        for (int64_t before = 0; before < r; before++)
-            for (int64_t s = 0; s < many; s++)
-                times[s] += codes[before][s] == codes[r][s] ? kept[before][s] : 0;
-        for (int64_t s = 0; s < many; s++) {
-            int wins = ((int64_t)times[s] > count[s]) | ((times[s] == (uint64_t)count[s]) & (codes[r][s] <= best[s]));
-            wins &= (int)kept[r][s];
-            count[s] = wins ? (int64_t)times[s] : count[s];
-            best[s] = wins ? codes[r][s] : best[s];
-            index[s] = wins ? r : index[s];
-        }
-    }
+    if (narrow)
+        VOTES_OF(uint8_t)
+    else if (wide)
+        VOTES_OF(uint64_t)
+    else
+        VOTES_OF(uint32_t)
+#undef VOTES_OF
 }
 
 typedef struct {
