@@ -215,6 +215,9 @@ SCHEDULERS = {
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers(kind, lr):
+    if kind == "sequence" and isinstance(lr, torch.Tensor) and torch.__version__ < "2.9":
+        pytest.skip("torch 2.8: the base rates of this scheduler are the tensor that it writes to")
+
     def build():
         model = nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=copy.deepcopy(lr))
