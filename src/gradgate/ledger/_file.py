@@ -68,14 +68,16 @@ class _Meter:
         self.characters = size + MEGABYTE
 
     def _answered(self) -> Iterator[bool]:
-        # A signal handler that raises, as Ctrl-C does, raises where Python code begins or resumes. In a function that
-        # would be before any `try`, and sqlite3 would swallow the exception; a generator resumes inside it.
+        # A signal handler that raises, as Ctrl-C does, raises where Python code begins, resumes or jumps back. In a
+        # function that would be before any `try`, and sqlite3 would swallow the exception; a generator resumes inside
+        # it, and so does its inner loop.
         stop = False
         while True:
             try:
-                yield stop
-                self.steps -= 1
-                stop = self.steps < 0 or self.clock() > self.until
+                while True:
+                    yield stop
+                    self.steps -= 1
+                    stop = self.steps < 0 or self.clock() > self.until
             except GeneratorExit:
                 return
             except BaseException as error:  # noqa: BLE001 - raised again when SQLite has come to its end

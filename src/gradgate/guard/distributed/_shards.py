@@ -51,8 +51,8 @@ class Shards(Ranks):
         super().__init__(group, next(iter(roots[0].parameters())).device)
         if adds_gradients(group):
             warnings.warn(
-                f"Guard(): FSDP2 of torch {torch.__version__} adds the gradients of ranks over Gloo and does not "
-                "divide them.\nWhy: Gloo averages from torch 2.9 on; until then float32 gradients are "
+                "Guard(): FSDP2 before torch 2.9 adds the gradients of ranks over Gloo and does not divide them.\n"
+                "Why: Gloo averages from torch 2.9 on; until then float32 gradients are "
                 f"{self.world_size} times too large, with the guard and without it.\nFix: pip install 'torch>=2.9'",
                 GradgateWarning,
                 stacklevel=user_level(),
