@@ -552,7 +552,7 @@ class Guard:
         return result, tally, step
 
     def _log_counts(self, kept: int, tally: Tally) -> None:
-        """Return the counters of a step to the logger, before the step counts: if that raises, no step was made."""
+        """Pass the counters of a step to the logger, before the step counts: if that raises, no step was made."""
         if self._log is None:
             return
         dropped = tally.dropped - self._tally.dropped
