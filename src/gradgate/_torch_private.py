@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter, call
+from traceback import walk_tb
 from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -86,16 +87,9 @@ _NO_MODULES = "models cannot be searched for their parts"
 # --- The graph ------------------------------------------------------------------------------------------------------
 
 
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call an autograd Function without the signature lookup of `Function.apply`, about 20 us.
-
-    Only for old-style Functions (a `forward` that takes ctx), and only outside torch.func and torch.compile.
-    """
-    return bound_apply(function)(*args)
-
-
 def bound_apply(function: type[torch.autograd.Function]) -> Any:
-    """Return what `apply_function` calls, for calls where every microsecond counts."""
+    """Return `Function.apply` of an autograd Function without the signature lookup, about 20 us."""
+    # Only for old-style Functions (a `forward` that takes ctx), and only outside torch.func and torch.compile.
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -121,15 +115,13 @@ def node_number(node: Any) -> int:
 
 
 def nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(waiting)
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = {None}
     while waiting:
-        node = waiting.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
@@ -161,9 +153,6 @@ def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
 # --- Modes of a thread ----------------------------------------------------------------------------------------------
 
 
-read_grad_mode = torch.is_grad_enabled
-
-
 # torch.set_grad_enabled is a class that does this and more; the bare switch costs a tenth of it.
 write_grad_mode = _find("_C._set_grad_enabled", "neither grad_mode nor the guard can switch recording")
 """Switch this thread's recording on or off, with nothing around it."""
@@ -179,14 +168,6 @@ class DispatchMode(_find("utils._python_dispatch.TorchDispatchMode", _NO_DOCTOR,
 
 undispatched = _find("_C._DisableTorchDispatch", _NO_DOCTOR)
 """A block whose operations go past every dispatch mode: the tracer's own look at a tensor is not traced."""
-
-
-def enter_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
-    mode.__enter__()
-
-
-def leave_mode(mode: torch.overrides.TorchFunctionMode | DispatchMode) -> None:
-    mode.__exit__(None, None, None)
 
 
 _top_dispatch_mode = _find("utils._python_dispatch._get_current_dispatch_mode", _NO_DOCTOR)
@@ -368,14 +349,8 @@ _MODULE_CALL = _find("nn.Module._call_impl", "errors do not name the layer they 
 
 def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
     """Find the innermost call of a module that an exception came through, with its arguments."""
-    found = None
-    while traceback is not None:
-        if traceback.tb_frame.f_code is _MODULE_CALL:
-            found = traceback.tb_frame
-        traceback = traceback.tb_next
-    if found is None:
-        return None
-    return ModuleCall(*(found.f_locals[name] for name in ("self", "args", "kwargs")))
+    calls = [frame.f_locals for frame, _ in walk_tb(traceback) if frame.f_code is _MODULE_CALL]
+    return ModuleCall(*(calls[-1][name] for name in ("self", "args", "kwargs"))) if calls else None
 
 
 def end_checkpoints(traceback: TracebackType | None) -> None:
@@ -383,15 +358,10 @@ def end_checkpoints(traceback: TracebackType | None) -> None:
 
     They live as long as the traceback, and would recompute what is saved meanwhile from the inputs that failed.
     """
-    open_ones = []
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            open_ones.append(frame.f_locals.get("gen"))
-        traceback = traceback.tb_next
-    for generator in reversed(open_ones):
-        if generator is not None:
-            generator.close()
+    frames = [frame for frame, _ in walk_tb(traceback) if frame.f_code.co_name == "checkpoint"]
+    for frame in reversed(frames):
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and "gen" in frame.f_locals:
+            frame.f_locals["gen"].close()
 
 
 @contextmanager

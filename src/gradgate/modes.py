@@ -28,11 +28,11 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
-from torch import set_grad_enabled
+from torch import is_grad_enabled, set_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from gradgate._names import describe
-from gradgate._torch_private import read_grad_mode, write_grad_mode
+from gradgate._torch_private import write_grad_mode
 from gradgate.errors import ArgumentTypeError
 
 __all__ = ["carry_mode", "grad_mode"]
@@ -71,7 +71,7 @@ _switch_at_once = set_grad_enabled.__init__
 
 def _note_only_when_locked(self: set_grad_enabled, mode: bool) -> None:
     if is_locked() and not _is_torch(sys._getframe(1).f_globals.get("__name__", "")):
-        self.prev = read_grad_mode()
+        self.prev = is_grad_enabled()
         self.mode = mode
     else:
         _switch_at_once(self, mode)
@@ -119,13 +119,13 @@ class Strand:
             open_lock()
         self.loop = running_loop()
         self._around = current.strand
-        self._outer = read_grad_mode(), current.entries
+        self._outer = is_grad_enabled(), current.entries
         current.strand = self
         write_grad_mode(self._own[0])
         current.entries = self._own[1]
 
     def __exit__(self, *_: object) -> None:
-        self._own = read_grad_mode(), current.entries
+        self._own = is_grad_enabled(), current.entries
         current.strand = self._around
         write_grad_mode(self._outer[0])
         current.entries = self._outer[1]
@@ -140,7 +140,7 @@ class _TaskStrand(Strand):
     __slots__ = ("task",)
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
-        super().__init__(read_grad_mode(), [], locked=False)
+        super().__init__(is_grad_enabled(), [], locked=False)
         self.task = task
 
 
@@ -319,7 +319,7 @@ class _Scope:
             open_lock()
         if running_loop() is not None:
             bind_task()
-        current.entries.append((read_grad_mode(), self.locked))
+        current.entries.append((is_grad_enabled(), self.locked))
         write_grad_mode(self.flag)
 
     def __exit__(self, *_: object) -> None:
@@ -427,7 +427,7 @@ def carry_mode(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             why="it is called later, in another thread, so it has to be a function.",
             fix="executor.submit(gg.carry_mode(model), x)   # not gg.carry_mode(model(x))",
         )
-    return functools.update_wrapper(functools.partial(_run_carried, fn, read_grad_mode(), is_locked()), fn)
+    return functools.update_wrapper(functools.partial(_run_carried, fn, is_grad_enabled(), is_locked()), fn)
 
 
 def _run_carried(fn: Callable[..., Any], flag: bool, locked: bool, /, *args: Any, **kwargs: Any) -> Any:

@@ -249,6 +249,7 @@ def lightning(kind, data, folder, window=1, rewind=None, resume=None, interval="
     trainer = L.Trainer(
         callbacks=[callback, *more] if rewind is not None else [],
         accelerator="cpu",
+        default_root_dir=folder,
         accumulate_grad_batches=window,
         enable_model_summary=False,
         enable_progress_bar=False,

@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 from gradgate._patches import Patches
 from gradgate._source import Owner, definition, is_foreign, locate, owner_of
 from gradgate._text import text_of, visible
-from gradgate._torch_private import as_written, compiled_as_written, read_grad_mode, watched_modules, write_grad_mode
+from gradgate._torch_private import as_written, compiled_as_written, watched_modules, write_grad_mode
 from gradgate.doctor._case import finding_at
 from gradgate.doctor._diagnose import Tracing
 from gradgate.doctor._diagnosis import Diagnosis
@@ -553,7 +553,7 @@ def examine_modes(path: str | os.PathLike[str], args: Sequence[str] = (), *, mod
     """
     program = program_at(path, module)
     watch, started, patches = _Modes(), time.perf_counter(), Patches()
-    recording = read_grad_mode()
+    recording = torch.is_grad_enabled()
     with compiled_as_written(patches), watched_modules(patches, watch.enter_module, watch.leave_module):
         for name, wrapped in (("__enter__", watch.inference), ("__exit__", watch.after_inference)):
             original = getattr(torch.inference_mode, name)
@@ -589,7 +589,7 @@ class _Modes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _begin(self, frame: FrameType | None) -> None:
-        if self._open is not None or not read_grad_mode():
+        if self._open is not None or not torch.is_grad_enabled():
             return
         where, source = _switched_at(frame)
         self._open = self.gaps.setdefault((where, source), RecordingGap(where, source))
@@ -613,7 +613,7 @@ class _Modes(TorchFunctionMode):
     def after_inference(self, leaving: Any) -> Any:
         def leave(block: Any, *error: Any) -> Any:
             result = leaving(block, *error)
-            if read_grad_mode():
+            if torch.is_grad_enabled():
                 self.end()
             return result
 

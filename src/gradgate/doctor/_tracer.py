@@ -28,13 +28,11 @@ from gradgate._torch_private import (
     OPTIMIZER_HOOKS,
     DispatchMode,
     current_node,
-    enter_mode,
     function_class_of,
     inside_forward_mode,
     inside_functorch,
     latest_node_number,
     leaf_of,
-    leave_mode,
     node_number,
     nodes_below,
     on_top,
@@ -292,13 +290,13 @@ class Tracer:
         pop_saved_tensors_hooks(self.saving.pack)
 
     def _enter_modes(self) -> None:
-        enter_mode(self.operations)
-        enter_mode(self._calls)
+        self.operations.__enter__()
+        self._calls.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_modes(self) -> None:
         for mode in (self._calls, self.operations):
             if on_top(mode):
-                leave_mode(mode)
+                mode.__exit__(None, None, None)
 
     def can_pause(self) -> bool:
         """Return whether no mode that was entered after the tracer's is still open."""
@@ -661,7 +659,7 @@ def run_backward(
     # The operations of backward need not be traced, unless they make a graph of their own.
     hidden = not options.get("create_graph") and on_top(tracer.operations)
     if hidden:
-        leave_mode(tracer.operations)
+        tracer.operations.__exit__(None, None, None)
     try:
         result = run()
         backward.completed = True
@@ -670,7 +668,7 @@ def run_backward(
         backward.running = False
         tracer.reuse.after_backward()
         if hidden:
-            enter_mode(tracer.operations)
+            tracer.operations.__enter__()
         if options.get("retain_graph") or options.get("create_graph"):
             for handle in handles:
                 handle.remove()

@@ -22,7 +22,7 @@ from gradgate import _kernels
 from gradgate._checks import agreed, check_fits, check_keep, check_tensor, wrong_type
 from gradgate._kernels import Layout, Sums, usable
 from gradgate._names import describe
-from gradgate._torch_private import apply_function, assert_later, has_data, inside_functorch, is_compiling, is_traced
+from gradgate._torch_private import assert_later, bound_apply, has_data, inside_functorch, is_compiling, is_traced
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NothingKeptError
 
 Number: TypeAlias = bool | int | float | complex
@@ -113,7 +113,7 @@ def fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
     if not (holds or x.dtype is torch.bool) or not usable(x, mask) or mask.device != x.device:
         return torch.where(mask, x, value)
     if is_recorded(x):
-        result: Tensor = apply_function(_Fill, x, mask, value)
+        result: Tensor = bound_apply(_Fill)(x, mask, value)
         return result
     return _filled(x, mask, value)
 
@@ -154,7 +154,7 @@ def sums(slices: Slices, *, mean: bool = False, counted: bool = False, wide: boo
     if _takes(slices, _FLOATS if mean else _kernels.DTYPES):
         group = group_of(x.shape, slices.dims)
         if x.requires_grad and torch.is_grad_enabled():
-            result, number, empty = apply_function(_Sums, x, slices.full_mask(), group, slices.keepdim, mean, to)
+            result, number, empty = bound_apply(_Sums)(x, slices.full_mask(), group, slices.keepdim, mean, to)
             return Sums(result, number, empty)
         found = _kernels.sums(_layout(slices, group), group.reduced(slices.keepdim), mean=mean, counted=counted)
         return found if dtype not in HALVES else found._replace(total=found.total.to(to))
@@ -204,7 +204,7 @@ def squares(slices: Slices) -> tuple[Tensor, Tensor]:
     if _takes(slices, _FLOATS[:2]):
         group = group_of(x.shape, dims)
         if is_recorded(x):
-            found, number = apply_function(_Squares, x, slices.full_mask(), group, keepdim)
+            found, number = bound_apply(_Squares)(x, slices.full_mask(), group, keepdim)
             return found, number
         found, _, number = _kernels.squares(_layout(slices, group), group.reduced(keepdim))
         return found, number
@@ -266,7 +266,7 @@ def extreme(slices: Slices, largest: bool) -> tuple[Tensor, bool]:
     if _takes(slices):
         group = group_of(x.shape, dims)
         if is_recorded(x):
-            found, empty = apply_function(_Extreme, x, slices.full_mask(), group, keepdim, largest)
+            found, empty = bound_apply(_Extreme)(x, slices.full_mask(), group, keepdim, largest)
             return found, empty == 0
         found, empty = _kernels.extreme(_layout(slices, group), group.reduced(keepdim), largest=largest)
         return (found.to(x.dtype) if x.dtype in HALVES else found), empty == 0
@@ -328,7 +328,7 @@ def logsumexp(slices: Slices) -> Tensor:
     if _takes(slices):
         group = group_of(x.shape, dims)
         if is_recorded(x):
-            result: Tensor = apply_function(_LogSumExp, x, slices.full_mask(), group)
+            result: Tensor = bound_apply(_LogSumExp)(x, slices.full_mask(), group)
             return result
         return _kernels.logsumexp(_layout(slices, group), group.reduced(True)).to(x.dtype)
     mask = slices.full_mask()
@@ -377,7 +377,7 @@ def softmax(x: Tensor, mask: Tensor | None, logarithm: bool) -> Tensor:
         return composed_softmax(x, mask, logarithm)
     mask = mask if mask.shape == x.shape else mask.expand(x.shape)
     if is_recorded(x):
-        result: Tensor = apply_function(_Softmax, x, mask, logarithm)
+        result: Tensor = bound_apply(_Softmax)(x, mask, logarithm)
         return result
     return _kernels.softmax(_rows(x, mask), logarithm=logarithm).to(x.dtype)
 
