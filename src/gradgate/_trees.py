@@ -23,31 +23,19 @@ from gradgate.errors import ArgumentTypeError, ArgumentValueError
 def with_own_containers(tree: Any) -> Any:
     """Copy the lists, mappings and dataclasses of a batch, but not what is in them."""
     # A loss function may rebind what is in its batch (`batch.pop("labels")`); the copy does not know of it.
-    kind = type(tree)
-    if kind is torch.Tensor:
+    if isinstance(tree, (torch.Tensor, PackedSequence)):
         return tree
-    if kind is dict:
-        return {key: with_own_containers(part) for key, part in tree.items()}
-    if kind is list or kind is tuple:
-        parts = [with_own_containers(part) for part in tree]
-        return parts if kind is list else tree if all(map(is_, parts, tree)) else tuple(parts)
-    if isinstance(tree, (torch.Tensor, PackedSequence)) or is_array(tree):
+    # The search in the known classes takes longer than all else, and every step asks.
+    known = type(tree) not in (dict, list, tuple) and batch_class(tree) is not None
+    parts = {} if known else children_of(tree)
+    if parts is None:
         return tree
-    if batch_class(tree) is not None:
-        return _copied(copy.copy, tree)
-    children = None if is_shared(tree) else children_of(tree)
-    if children is None:
+    own = {key: with_own_containers(part) for key, part in parts.items()}
+    changeable = known or isinstance(tree, (list, MutableMapping)) or dataclasses.is_dataclass(tree)
+    if not changeable and all(map(is_, own.values(), parts.values())):
         return tree
-    copies = {key: with_own_containers(part) for key, part in children.items()}
-    changeable = isinstance(tree, (list, MutableMapping)) or dataclasses.is_dataclass(tree)
-    if not changeable and all(map(is_, copies.values(), children.values())):
-        return tree
-    return _copied(lambda tree: rebuilt(tree, copies), tree)
-
-
-def _copied(make: Callable[[Any], Any], tree: Any) -> Any:
     try:
-        return make(tree)
+        return copy.copy(tree) if known else rebuilt(tree, own)
     except TypeError:  # a class of the user's own that cannot be copied: it is used as it is
         return tree
 
@@ -57,15 +45,15 @@ def is_array(value: object) -> TypeGuard[Any]:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+def _is_dense(value: object) -> TypeGuard[Any]:
+    return is_array(value) or (isinstance(value, torch.Tensor) and not value.is_nested)
+
+
 def is_shared(value: object) -> bool:
     """Return whether a leaf belongs to all samples: it cannot be cut into samples at all."""
-    return value is None or isinstance(value, (str, bytes, int, float, complex)) or not _can_be_indexed(value)
-
-
-def _can_be_indexed(value: object) -> bool:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return True
-    return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
+    kind = type(value)
+    indexed = dataclasses.is_dataclass(kind) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+    return isinstance(value, (str, bytes, int, float, complex)) or not indexed
 
 
 def is_record(value: object) -> bool:
@@ -80,19 +68,15 @@ def children_of(tree: Any) -> dict[Any, Any] | None:
         return dict(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)):
         return dict(enumerate(tree))
-    if dataclasses.is_dataclass(tree):
+    if dataclasses.is_dataclass(type(tree)):
         return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     return None
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
     """Return what is no container, part by part; of a class that knows its samples, what its attributes hold."""
-    children = None
-    if not isinstance(tree, torch.Tensor) and not is_array(tree):
-        if not isinstance(tree, PackedSequence) and batch_class(tree) is not None:
-            children = getattr(tree, "__dict__", None)
-        elif not is_shared(tree):
-            children = children_of(tree)
+    plain = isinstance(tree, (torch.Tensor, PackedSequence)) or batch_class(tree) is None
+    children = children_of(tree) if plain else getattr(tree, "__dict__", None)
     if children is None:
         yield tree
     else:
@@ -123,7 +107,7 @@ def rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
 class BatchClass(NamedTuple):
     """How to read the batches of a class."""
 
-    matches: Callable[[Any], bool]
+    matches: Callable[[Any], Any]
     select: Callable[[Any, list[int]], Any]
     count: Callable[[Any], int]
 
@@ -133,11 +117,8 @@ def batch_class(tree: Any) -> BatchClass | None:
     return next((entry for entry in BATCH_CLASSES if entry.matches(tree)), None)
 
 
-def _has_base(name: str) -> Callable[[Any], bool]:
-    return lambda tree: _base(tree, name) is not None
-
-
 def _base(tree: Any, name: str) -> Any:
+    """Return the class of this name that an object is an instance of, or None; its package may not be installed."""
     return next((base for base in type(tree).__mro__ if f"{base.__module__}.{base.__qualname__}" == name), None)
 
 
@@ -199,8 +180,8 @@ def _count_rows(batch: Any) -> int:
 BATCH_CLASSES = [
     BatchClass(lambda tree: isinstance(tree, torch.Tensor) and tree.is_nested, _select_nested, lambda x: x.size(0)),
     BatchClass(lambda tree: isinstance(tree, PackedSequence), _select_packed, lambda x: int(x.batch_sizes[0])),
-    BatchClass(_has_base(_GRAPHS), _select_graphs, lambda batch: int(batch.num_graphs)),
-    BatchClass(_has_base("torch_geometric.data.data.BaseData"), _refuse_graph, _refuse_graph),
+    BatchClass(lambda tree: _base(tree, _GRAPHS), _select_graphs, lambda batch: int(batch.num_graphs)),
+    BatchClass(lambda tree: _base(tree, "torch_geometric.data.data.BaseData"), _refuse_graph, _refuse_graph),
     # TensorDict, and the classes that @tensorclass makes, which have no common base.
     BatchClass(lambda tree: hasattr(type(tree), "batch_dims"), lambda batch, rows: batch[rows], _count_rows),
 ]
@@ -212,7 +193,6 @@ Ids = Sequence[Any] | torch.Tensor
 ReadIds = str | Callable[[Any], Ids]
 Select = Callable[[Any, list[int]], Any]
 Batch = TypeVar("Batch")
-_MISSING = object()
 SELECT_FIX = "Guard(model, select=lambda batch, rows: ...)   # the same batch with only these rows"
 
 
@@ -292,7 +272,7 @@ class BatchReader:
 
     def read(self, batch: Any, ids: Ids | None = None) -> tuple[int, int, Sequence[torch.Tensor]]:
         """Return what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
-        if ids is not None and not (hasattr(ids, "__len__") and hasattr(ids, "__getitem__")):
+        if ids is not None and not _can_be_looked_up(ids):
             raise ArgumentTypeError(
                 f"Guard.backward(): `ids` is {describe(ids)}.",
                 why="it has one name for each row, to be looked up by the number of the row.",
@@ -377,24 +357,24 @@ class BatchReader:
         )
 
 
+def _can_be_looked_up(ids: object) -> bool:
+    return hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
+
+
 def read_ids(where: ReadIds, batch: Any, size: int) -> Ids:
     """Read the ids of the samples from a batch, by `Guard(ids=...)`."""
-    ids: Any = _MISSING
-    if not isinstance(where, str):
-        ids = where(batch)
+    keys = list(batch.keys()) if hasattr(batch, "keys") else None
+    if callable(where):
+        ids: Any = where(batch)
+    elif where in keys if keys is not None else hasattr(batch, where):
+        ids = getattr(batch, where) if keys is None else batch[where]
     else:
-        keys = list(batch.keys()) if hasattr(batch, "keys") else None
-        if keys is None:
-            ids = getattr(batch, where, _MISSING)
-        elif where in keys:
-            ids = batch[where]
-        if ids is _MISSING:
-            raise ArgumentValueError(
-                f"Guard(ids={where!r}): the batch has no {where!r}; it is {describe(batch)}.",
-                why="`ids` is a key or an attribute of each batch" + (f"; there are {listed(keys)}." if keys else "."),
-                fix="Guard(model, ids=lambda batch: ...)   # one id for each sample",
-            )
-    if not (hasattr(ids, "__len__") and hasattr(ids, "__getitem__")) or len(ids) != size:
+        raise ArgumentValueError(
+            f"Guard(ids={where!r}): the batch has no {where!r}; it is {describe(batch)}.",
+            why="`ids` is a key or an attribute of each batch" + (f"; there are {listed(keys)}." if keys else "."),
+            fix="Guard(model, ids=lambda batch: ...)   # one id for each sample",
+        )
+    if not _can_be_looked_up(ids) or len(ids) != size:
         raise ArgumentValueError(
             f"Guard(ids=...): it gave {describe(ids)} for a batch of {size} samples.",
             why="there is one id for each sample, to be looked up by the number of its row.",
@@ -414,16 +394,14 @@ def select_rows(tree: Any, index: torch.Tensor, size: int, layout: BatchLayout |
     """Take rows of every part of a tree that is per sample; parts of another size are shared."""
     if layout is None:
         return tree
-    if isinstance(tree, torch.Tensor) and not tree.is_nested:
-        dim = batch_dim_of(tree, size, layout.dim)
-        if dim is None:
+    if _is_dense(tree):
+        if (dim := batch_dim_of(tree, size, layout.dim)) is None:
             return tree
+        if is_array(tree):
+            return tree.take(index.numpy(), axis=dim)
         # The memory layout must be the one of `x[rows]`, which a faster index_select has for contiguous x only.
         index = index.to(tree.device)
         return tree.index_select(dim, index) if tree.is_contiguous() else tree[(slice(None),) * dim + (index,)]
-    if is_array(tree):
-        dim = batch_dim_of(tree, size, layout.dim)
-        return tree if dim is None else tree.take(index.numpy(), axis=dim)
     if (known := batch_class(tree)) is not None:
         return known.select(tree, index.tolist()) if known.count(tree) == size else tree
     if is_shared(tree):
@@ -480,7 +458,7 @@ def _are_samples(tree: Sequence[Any], layout: BatchLayout) -> bool:
 
 def _sizes(tree: Any, layout: BatchLayout) -> list[int] | None:
     """Return the numbers of samples that a tree may hold, best first; None where it says nothing."""
-    if (isinstance(tree, torch.Tensor) and not tree.is_nested) or is_array(tree):
+    if _is_dense(tree):
         shape = tuple(tree.shape)
         return list(dict.fromkeys(shape[dim] for dim in (layout.dim, 0) if dim < len(shape))) or None
     if (known := batch_class(tree)) is not None:
@@ -520,8 +498,7 @@ def _leaf_sizes(tree: Any, layout: BatchLayout | None, path: str) -> list[tuple[
     """List the sizes that the parts of a tree ask for, with their paths, for a message."""
     if layout is None:
         return []
-    whole = isinstance(tree, torch.Tensor) or is_array(tree) or batch_class(tree) is not None or is_shared(tree)
-    children = None if whole else children_of(tree)
+    children = children_of(tree) if batch_class(tree) is None else None
     if children is None:
         sizes = _sizes(tree, layout)
         return [(path, sizes[0])] if sizes else []
@@ -537,9 +514,8 @@ def _count_for_select(batch: Any, layout: BatchLayout, ids: Ids | None) -> int:
     if (known := batch_class(batch)) is not None:
         return known.count(batch)
     if isinstance(batch, list | tuple | Mapping):
-        children = children_of(batch) or {}
-        key, first = next((key, child) for key, child in children.items() if key not in layout.shared)
-        return _count_for_select(first, layout.of(key) or layout, None)
+        own = ((part, below) for key, part in (children_of(batch) or {}).items() if (below := layout.of(key)))
+        return _count_for_select(*next(own), None)
     if hasattr(type(batch), "__len__"):
         return len(batch)
     raise ArgumentTypeError(
@@ -552,20 +528,11 @@ def _count_for_select(batch: Any, layout: BatchLayout, ids: Ids | None) -> int:
 # --- Rows that are not finite ---------------------------------------------------------------------------------------
 
 
-def leaves_in(tree: Any) -> list[Any]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    parts = tree.values() if type(tree) is dict else tree
-    if type(tree) in (tuple, list, dict) and all(isinstance(part, torch.Tensor) for part in parts):
-        return list(parts)
-    return tree_flatten(tree)[0]
-
-
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """List the dense floating-point tensors in the arguments or the output of a module."""
     return [
         leaf
-        for leaf in leaves_in(tree)
+        for leaf in tree_flatten(tree)[0]
         if isinstance(leaf, torch.Tensor)
         and leaf.layout is torch.strided
         and not leaf.is_nested
