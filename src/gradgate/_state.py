@@ -53,8 +53,7 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._torch = torch.default_generator.clone_state()
         self._taken: torch.Tensor | None = None
-        self._python = _PythonState()
-        self._numpy = _NumpyState()
+        self._twisters: list[_Twister] = [_PythonState()]
         self._devices: list[tuple[Any, torch.device]] = []
         self._of_devices: list[torch.Tensor] = []
         self.watch(devices)
@@ -66,19 +65,17 @@ class RandomState:
     def remember(self) -> None:
         """Take the state as it is now."""
         self._torch, self._taken = torch.default_generator.clone_state(), None
-        self._python.remember()
-        self._numpy.remember()
+        if len(self._twisters) == 1 and "numpy" in sys.modules:
+            self._twisters.append(_NumpyState())
+        for twister in self._twisters:
+            twister.remember()
         if self._devices:
             self._of_devices = [module.get_rng_state(device) for module, device in self._devices]
 
     def restore(self) -> None:
         """Put back the state that was remembered, as often as wanted."""
-        self.restore_torch()
-        self._python.restore()
-        self._numpy.restore()
-
-    def restore_torch(self) -> None:
-        """Put back torch's own part of it."""
+        for twister in self._twisters:
+            twister.restore()
         if self._taken is None:
             self._taken = self._torch.get_state()
         torch.default_generator.set_state(self._taken)
@@ -86,7 +83,33 @@ class RandomState:
             module.set_rng_state(state, device)
 
 
-class _PythonState:
+class _Twister:
+    """The state of a Mersenne twister, taken and put back only if the memory that every draw changes has changed."""
+
+    def __init__(self, take: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        self._take, self._put = take, put
+        self._state: Any = None
+        self._mark: Mark = ()
+        self.remember()
+
+    def look(self) -> Mark:
+        """Return what every draw changes; nothing where it cannot be read."""
+        raise NotImplementedError
+
+    def remember(self) -> None:
+        mark = self.look()
+        if not mark or mark != self._mark:
+            state = self._take()
+            # A normal draw of numpy may be answered from a stored second value, which changes nothing in that memory.
+            stored = isinstance(state, dict) and state["has_gauss"]
+            self._state, self._mark = state, () if stored else mark
+
+    def restore(self) -> None:
+        if not self._mark or self.look() != self._mark:
+            self._put(self._state)
+
+
+class _PythonState(_Twister):
     """The state of the functions in python's `random`."""
 
     def __init__(self) -> None:
@@ -95,9 +118,7 @@ class _PythonState:
         # In CPython: an int that each draw moves on, then the words, which change when it has come round.
         self._draws = memory(id(self._owner) + object.__basicsize__, 12)
         self._readable = self._block_is_the_state()
-        self._state = self._owner.getstate()
-        self._mark: Mark = ()
-        self.remember()
+        super().__init__(self._owner.getstate, self._owner.setstate)
 
     def _block_is_the_state(self) -> bool:
         if sys.implementation.name != "cpython" or type(self._owner) is not random.Random:
@@ -107,60 +128,28 @@ class _PythonState:
         numbers = self._owner.getstate()[1]
         return self._draws.tobytes() == struct.pack("=i2I", numbers[-1], *numbers[:2])
 
-    def _look(self) -> Mark:
-        if not self._readable:
-            return ()
-        return self._draws.tobytes(), self._owner.gauss_next  # type: ignore[attr-defined]
-
-    def remember(self) -> None:
-        mark = self._look()
-        if mark != self._mark or not mark:
-            self._state, self._mark = self._owner.getstate(), mark
-
-    def restore(self) -> None:
-        if not self._mark or self._look() != self._mark:
-            self._owner.setstate(self._state)
+    def look(self) -> Mark:
+        return (self._draws.tobytes(), self._owner.gauss_next) if self._readable else ()  # type: ignore[attr-defined]
 
 
-class _NumpyState:
-    """The state of the functions in `numpy.random`, if numpy is there."""
+class _NumpyState(_Twister):
+    """The state of the functions in `numpy.random`, from when numpy is imported."""
 
     def __init__(self) -> None:
-        self._current: Callable[[], Any] | None = None
         self._generator: Any = None
         self._draws: tuple[memoryview, ...] = ()
-        self._state: dict[str, Any] = {}
-        self._mark = b""
-        self.remember()
+        numpy = sys.modules["numpy"].random
+        super().__init__(lambda: numpy.get_state(legacy=False), lambda state: numpy.set_state(state))
 
-    def remember(self) -> None:
-        if self._current is None:
-            if "numpy" not in sys.modules:
-                return
-            self._current = sys.modules["numpy"].random.get_bit_generator
-        mark = self._look()
-        # A normal draw may be answered from a stored second value, which moves nothing; while there is one, or where
-        # there is nothing to look at, only the state itself can tell.
-        if mark != self._mark or not mark or self._state["has_gauss"]:
-            self._state, self._mark = sys.modules["numpy"].random.get_state(legacy=False), mark
-
-    def restore(self) -> None:
-        if self._current is None:
-            return
-        # With no second value stored, every draw moves the mark: the same mark is the same state.
-        if not self._mark or self._state["has_gauss"] or self._look() != self._mark:
-            sys.modules["numpy"].random.set_state(self._state)
-
-    def _look(self) -> bytes:
-        assert self._current is not None
-        generator = self._current()
+    def look(self) -> Mark:
+        generator = sys.modules["numpy"].random.get_bit_generator()
         if generator is not self._generator:
             known = type(generator).__name__ == "MT19937"
             # In numpy: the words, which change when all are drawn, then an int that each draw moves on.
             address = generator.ctypes.state_address if known else 0
             self._draws = (memory(address, 8), memory(address + 4 * TWISTER_WORDS, 4)) if known else ()
             self._generator = generator
-        return b"".join(self._draws)
+        return tuple(map(bytes, self._draws))
 
 
 # --- Snapshots as bytes ---------------------------------------------------------------------------------------------
@@ -171,19 +160,7 @@ LIMIT = 256 * 2**20
 
 
 def capture(model: torch.nn.Module | None = None, *, limit: int = LIMIT) -> bytes:
-    """Take the weights and buffers of a model and the random states of this process.
-
-    Examples:
-        >>> model = torch.nn.Linear(1, 1)
-        >>> data = capture(model)
-        >>> before = model.weight.detach().clone()
-        >>> _ = torch.nn.init.constant_(model.weight, 7.0)
-        >>> with restored(data, model):
-        ...     print(torch.equal(model.weight, before))
-        True
-        >>> model.weight.item()
-        7.0
-    """
+    """Take the weights and buffers of a model and the random states of this process."""
     weights = None if model is None else dict(model.state_dict())
     return encode({"model": weights, "random": random_state()}, limit=limit)
 
@@ -321,6 +298,7 @@ class TrainingState:
         dense = [_without_repeats(b) for b in dict.fromkeys(buffer for *_, buffer in bound) if b is not None]
         copies = BufferCopies(dense)
         self._random.watch({tensor.device for tensor in [*parameters, *dense]})
+        self._device = _device_of(parameters)
         self.modules, self.parameters, self._guests = modules, parameters, list(guests)
         self._tables, self._bound, self._copies = tables, bound, copies
 
@@ -339,13 +317,11 @@ class TrainingState:
             self.give_back()
         self._modes.remember()
         self._gradients, self._added, self._complete, self.open = [], None, False, True
-        self._random.remember()
-        if guests or self._guests:
+        if guests or self._guests or self.was_rebound():
             self.refresh(guests)
         if self._bound:
-            if self.was_rebound():
-                self.refresh(guests)
             self._copies.take()
+        self._random.remember()
         self._lay_aside(self.parameters)
         self._complete = True
 
@@ -354,7 +330,7 @@ class TrainingState:
         for table, name, buffer in self._bound:
             if table.get(name, self) is not buffer:
                 return True
-        return sum(map(len, self._tables)) != len(self._bound)
+        return sum(map(len, self._tables)) != len(self._bound) or self._device != _device_of(self.parameters)
 
     def _lay_aside(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -460,6 +436,10 @@ class TrainingState:
         return [names.get(id(parameter), "a parameter") for parameter in chosen]
 
 
+def _device_of(tensors: list[torch.Tensor]) -> torch.device | None:
+    return tensors[0].device if tensors else None
+
+
 def divide_gradients(parameters: Iterable[torch.Tensor], sums: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     """Divide gradients of a total by its count (`sums`, in double precision); return the mean, 0 for 0 / 0."""
     # The gradients have been averaged over this many `ranks`. Sharded ones (FSDP2) are divided shard by shard.
@@ -502,7 +482,8 @@ class FiniteCheck:
         if gradients:
             first = gradients[0]
             # Taken out while in use: an interrupt must not leave a flag that is set.
-            answer, one = flags = self._flags.pop(first.get_device(), None) or _new_flags(first)
+            known = self._flags.pop(first.get_device(), None)
+            answer, one = flags = known or (torch.zeros(1, device=first.device), torch.ones(1, device=first.device))
             try:
                 find_non_finite(gradients, answer, one)
             except RuntimeError:
@@ -518,10 +499,6 @@ class FiniteCheck:
         if flags is not None:
             self._flags[first.get_device()] = flags
         return False
-
-
-def _new_flags(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(1, device=like.device), torch.ones(1, device=like.device)
 
 
 def _any_non_finite(tensor: torch.Tensor) -> torch.Tensor:

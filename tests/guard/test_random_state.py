@@ -9,7 +9,7 @@ from torch import nn
 
 import gradgate as gg
 from gradgate import _state
-from gradgate._state import RandomState
+from gradgate._state import RandomState, TrainingState
 
 
 def draw():
@@ -91,7 +91,7 @@ def test_every_draw_of_torch_is_undone(kind, waiting):
 
 def test_where_the_memory_cannot_be_read_the_official_way_is_used(monkeypatch):
     monkeypatch.setattr(_state._PythonState, "_block_is_the_state", lambda self: False)
-    monkeypatch.setattr(_state._NumpyState, "_look", lambda self: ())
+    monkeypatch.setattr(_state._NumpyState, "look", lambda self: ())
     state = RandomState()
     state.remember()
     first = draw()
@@ -139,6 +139,17 @@ def test_every_device_in_use_is_asked(monkeypatch):
     fake.states["fake:0"], fake.states["fake:1"] = torch.tensor([7]), torch.tensor([8])
     state.restore()
     assert [value.item() for value in fake.states.values()] == [1, 2]
+
+
+def test_the_devices_of_a_model_that_was_moved_are_asked(monkeypatch):
+    state, asked = TrainingState([nn.Linear(3, 3)]), []
+    monkeypatch.setattr(state._random, "watch", asked.append)
+    state.remember()
+    state.give_back()
+    assert not asked
+    monkeypatch.setattr(_state, "_device_of", lambda parameters: torch.device("meta"))  # the same parameters
+    state.remember()
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("fault", ["exception", "value", "gradient"])
