@@ -39,6 +39,13 @@ class Reader(HTMLParser):
             self.texts.append(data)
 
 
+def test_a_table():
+    table = _html.html_table("one", ["id"], [["<b>"]]).partition("</style>")[2]
+    assert table == (
+        '<div class="gradgate"><b>one</b><table><tr><th>id</th></tr><tr><td>&lt;b&gt;</td></tr></table></div>'
+    )
+
+
 def objects(folder):
     """One of each that a notebook shows, with the text that must be there."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))

@@ -10,11 +10,31 @@ from click.testing import CliRunner
 
 import gradgate as gg
 from gradgate import errors, freezing, ledger, losses, masked
+from gradgate._names import describe, listed, nearest
 from gradgate.cli import main
 
 MODEL = torch.nn.Linear(1, 1)
 X = torch.arange(6.0).reshape(2, 3)
 KEEP = X > 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (X, "a float32 tensor of shape (2, 3)"),
+        (torch.arange(2), "an int64 tensor of shape (2,)"),
+        (torch.arange(2, dtype=torch.uint8), "a uint8 tensor of shape (2,)"),
+        ("train", "the str 'train'"),
+        (None, "None"),
+    ],
+)
+def test_what_a_value_is_called(value, text):
+    assert describe(value) == text
+
+
+def test_lists_of_names():
+    assert listed(["a", "b", "c"], limit=2) == "a, b and 1 more"
+    assert nearest("encdoer.weight", ["encoder.weight", "head.bias"]) == ["encoder.weight"]
 
 
 @pytest.mark.parametrize(

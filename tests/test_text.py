@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradgate._text import as_text, json_text, plain, text_of, visible
+from gradgate._text import as_text, class_name, json_text, plain, text_of, visible
 from gradgate.errors import LedgerError
 
 ANYTHING = st.text(st.characters())  # Surrogates, controls, marks and all.
@@ -20,6 +20,11 @@ def test_whatever_is_made_visible_is_printable_and_encodable(text):
     assert visible(text, lines=True).translate({ord("\n"): None, ord("\t"): None}).isprintable()
     if text.isprintable():
         assert visible(text) == text
+
+
+def test_what_does_not_show_is_an_escape():
+    assert visible("img\x1b[2J\u202e.png\n") == r"img\x1b[2J\u202e.png\n"
+    assert json_text({"name": "é \x9b \ud800", "loss": float("nan")}) == r'{"name": "é \u009b \ud800", "loss": "nan"}'
 
 
 TREES = st.recursive(
@@ -56,6 +61,7 @@ def test_numbers_and_objects_that_json_does_not_have_become_text():
         "e": [3],
         "f": "<class 'object'>",
     }
+    assert plain({"shape": (2, 3)}) == {"shape": [2, 3]}
     assert json_text(deep).startswith("[[[")
     assert as_text("x" * 20, 5) == "xxxxx... (15 more characters)"
 
@@ -73,6 +79,12 @@ def test_a_text_that_cannot_be_had_is_said(answer):
             text_of(Odd())
     else:
         assert text_of(Odd()).endswith("Odd without a readable text")
+
+
+def test_the_names_of_classes():
+    assert class_name(ValueError) == "ValueError"
+    assert class_name(json.JSONDecodeError) == "json.decoder.JSONDecodeError"
+    assert text_of(ValueError("too long")) == "too long"
 
 
 def test_errors_print_without_control_characters():

@@ -13,7 +13,7 @@ from gradgate._names import describe
 from gradgate.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
 
 
-def wrong_type(value: object, name: str, function: str, why: str, fix: str) -> ArgumentTypeError:
+def wrong_type(value: object, name: str, function: str, why: str, fix: str = "") -> ArgumentTypeError:
     return ArgumentTypeError(f"{function}(): `{name}` is {describe(value)}.", why=why, fix=fix)
 
 
@@ -24,36 +24,26 @@ def wrong_value(value: object, name: str, function: str, why: str, fix: str) -> 
 def check_tensor(value: Any, *, name: str, function: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
-    raise ArgumentTypeError(
-        f"{function}(): `{name}` is {describe(value)}.",
-        why="it works on a torch.Tensor, so that autograd can follow it.",
-        fix=f"{name}=torch.as_tensor({name})" if _becomes_tensor(value) else "",
-    )
+    fix = f"{name}=torch.as_tensor({name})" if _becomes_tensor(value) else ""
+    raise wrong_type(value, name, function, "it works on a torch.Tensor, so that autograd can follow it.", fix)
 
 
 def check_module(value: Any, *, name: str, function: str) -> torch.nn.Module:
     if isinstance(value, torch.nn.Module):
         return value
-    raise ArgumentTypeError(
-        f"{function}(): `{name}` is {describe(value)}.",
-        why="its parameters are asked for by name, so it has to be a torch.nn.Module.",
-    )
+    why = "its parameters are asked for by name, so it has to be a torch.nn.Module."
+    raise wrong_type(value, name, function, why)
 
 
 def check_keep(keep: torch.Tensor, x: torch.Tensor, *, name: str = "keep", function: str) -> torch.Tensor:
     """Make sure that a mask is boolean, on the same device as what it masks, and broadcasts to its shape."""
     if not isinstance(keep, torch.Tensor):
-        raise ArgumentTypeError(
-            f"{function}(): `{name}` is {describe(keep)}.",
-            why="a mask is a boolean tensor; True takes part.",
-            fix=f"{name}=torch.as_tensor({name}, dtype=torch.bool{_on(x)})" if _becomes_tensor(keep) else "",
-        )
+        device = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
+        fix = f"{name}=torch.as_tensor({name}, dtype=torch.bool{device})" if _becomes_tensor(keep) else ""
+        raise wrong_type(keep, name, function, "a mask is a boolean tensor; True takes part.", fix)
     if keep.dtype is not torch.bool:
-        raise ArgumentTypeError(
-            f"{function}(): `{name}` is {describe(keep)}.",
-            why="a mask answers yes or no for each element; numbers would be ambiguous.",
-            fix=f"{name}={name} != 0",
-        )
+        why = "a mask answers yes or no for each element; numbers would be ambiguous."
+        raise wrong_type(keep, name, function, why, f"{name}={name} != 0")
     return check_fits(keep, x, name=name, function=function)
 
 
@@ -118,10 +108,6 @@ def _becomes_tensor(value: Any) -> bool:
         return False
 
 
-def _on(x: torch.Tensor) -> str:
-    return "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
-
-
 def check_number(value: Any, name: str, function: str, why: str, fix: str) -> None:
     """Make sure that an argument is a real number, and not NaN."""
     if type(value) is int or isinstance(value, torch.Tensor):  # at once, because most of them are ints
@@ -143,17 +129,12 @@ def check_shape(value: Any, shape: tuple[int, ...], *, name: str, function: str)
     if value is None:
         return
     if not isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(
-            f"{function}(): `{name}` is {describe(value)}.",
-            why=f"it is a tensor of shape {shape}, or None.",
-            fix=f"{name}=torch.full({shape}, {value!r})" if isinstance(value, Real) else f"{name}=None",
-        )
+        fix = f"{name}=torch.full({shape}, {value!r})" if isinstance(value, Real) else f"{name}=None"
+        raise wrong_type(value, name, function, f"it is a tensor of shape {shape}, or None.", fix)
     if value.shape != shape:
-        raise ArgumentValueError(
-            f"{function}(): `{name}` is {describe(value)}.",
-            why=f"there is one number in it for each place that is scaled, so its shape is {shape}.",
-            fix=f"{name}={name}.expand({', '.join(map(str, shape))})   # if one number is meant for several",
-        )
+        why = f"there is one number in it for each place that is scaled, so its shape is {shape}."
+        fix = f"{name}={name}.expand({', '.join(map(str, shape))})   # if one number is meant for several"
+        raise wrong_value(value, name, function, why, fix)
 
 
 def check_broadcast(x: torch.Tensor, y: torch.Tensor, *, names: tuple[str, str], function: str) -> None:

@@ -38,12 +38,7 @@ def html_table(
     tones: Sequence[str] = (),
     total: int | None = None,
 ) -> str:
-    """Write a title and a table as HTML; `tones` are colours of the first cells: "bad", "warn", "good", "info" or "".
-
-    Examples:
-        >>> html_table("one", ["id"], [["<b>"]]).partition("</style>")[2]
-        '<div class="gradgate"><b>one</b><table><tr><th>id</th></tr><tr><td>&lt;b&gt;</td></tr></table></div>'
-    """
+    """Write a title and a table as HTML; `tones` colour the first cells: "bad", "warn", "good", "info" or ""."""
     lines = ["".join(f"<th>{_cell(name)}</th>" for name in columns)] if columns else []
     for number, row in enumerate(rows):
         tone = f' class="{tones[number]}"' if number < len(tones) and tones[number] else ""

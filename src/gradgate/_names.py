@@ -14,24 +14,12 @@ from gradgate.errors import ArgumentTypeError
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Find the known names that look most like a name.
-
-    Examples:
-        >>> nearest("encdoer.weight", ["encoder.weight", "head.bias"])
-        ['encoder.weight']
-    """
+    """Find the known names that look most like a name."""
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
 
 
 def describe(value: object) -> str:
-    """Describe in a few words what a value is, for a message.
-
-    Examples:
-        >>> describe(torch.zeros(2, 3)), describe("train"), describe(None)
-        ('a float32 tensor of shape (2, 3)', "the str 'train'", 'None')
-        >>> describe(torch.arange(2)), describe(torch.arange(2, dtype=torch.uint8))
-        ('an int64 tensor of shape (2,)', 'a uint8 tensor of shape (2,)')
-    """
+    """Describe in a few words what a value is, for a message."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         device = "" if value.device.type == "cpu" else f" on {value.device}"
@@ -48,12 +36,7 @@ def describe(value: object) -> str:
 
 
 def listed(names: Sequence[object], limit: int = 6) -> str:
-    """Write several names in one line, the rest as a count.
-
-    Examples:
-        >>> listed(["a", "b", "c"], limit=2)
-        'a, b and 1 more'
-    """
+    """Write several names in one line, the rest as a count."""
     head = ", ".join(str(name) for name in names[:limit])
     return head if len(names) <= limit else f"{head} and {len(names) - limit} more"
 

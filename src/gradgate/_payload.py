@@ -53,12 +53,7 @@ class Fields(tuple[Any, ...]):
 
 
 def encode(tree: Any, *, limit: int = LIMIT) -> bytes:
-    """Write a tree of tensors and plain values as bytes.
-
-    Examples:
-        >>> decode(encode({"x": torch.ones(1, 2), "name": "img_17.png"}))
-        {'x': tensor([[1., 1.]]), 'name': 'img_17.png'}
-    """
+    """Write a tree of tensors and plain values as bytes."""
     writer = _Writer(limit)
     data = _file(writer.node(tree), writer.tensors)
     return data if len(data) <= limit else _file(_missing(tree, "too large"), {})

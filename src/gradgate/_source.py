@@ -225,12 +225,7 @@ def _called_name(node: ast.expr) -> str:
 
 def region_header(location: Location, names: tuple[str, ...]) -> SourceLine | None:
     """Find the innermost `with` line or decorator around a location that calls one of these functions."""
-    return _header(location.file, len(linecache.getlines(location.file)), location.line, names)
-
-
-@lru_cache(maxsize=1024)
-def _header(file: str, size: int, line: int, names: tuple[str, ...]) -> SourceLine | None:
-    tree = _parsed(file, size)
+    tree = _parsed(location.file, len(linecache.getlines(location.file)))
     found = None
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.With, ast.AsyncWith)):
@@ -239,11 +234,10 @@ def _header(file: str, size: int, line: int, names: tuple[str, ...]) -> SourceLi
             headers = node.decorator_list
         else:
             continue
-        if not node.lineno <= line <= (node.end_lineno or node.lineno):
-            continue
-        for header in headers:
-            if _called_name(header).rpartition(".")[2] in names:
-                found = SourceLine(file, header.lineno)
+        if node.lineno <= location.line <= (node.end_lineno or node.lineno):
+            for header in headers:
+                if _called_name(header).rpartition(".")[2] in names:
+                    found = SourceLine(location.file, header.lineno)
     return found
 
 

@@ -20,12 +20,7 @@ _LONGEST = 2_000
 
 
 def visible(value: object, *, lines: bool = False) -> str:
-    r"""Return a value as text in which every character shows, as an escape where it would not; `lines` keeps line ends.
-
-    Examples:
-        >>> print(visible("img\x1b[2J\u202e.png\n"))
-        img\x1b[2J\u202e.png\n
-    """
+    """Return a value as text in which every character shows, as an escape if need be; `lines` keeps line ends."""
     text = text_of(value)
     if text.isprintable():
         return text
@@ -34,15 +29,7 @@ def visible(value: object, *, lines: bool = False) -> str:
 
 
 def text_of(value: object, write: Callable[[object], str] = str) -> str:
-    """Write a value that somebody else made, whatever its class does when it is asked for a text.
-
-    Examples:
-        >>> class Mute(Exception):
-        ...     def __str__(self):
-        ...         raise ValueError
-        >>> text_of(ValueError("too long")), text_of(Mute())[-28:]
-        ('too long', 'Mute without a readable text')
-    """
+    """Write a value that somebody else made, whatever its class does when it is asked for a text."""
     try:
         return write(value)
     except Exception:  # noqa: BLE001 - a user's own __str__ may raise anything
@@ -50,12 +37,7 @@ def text_of(value: object, write: Callable[[object], str] = str) -> str:
 
 
 def class_name(kind: type) -> str:
-    """Write a class with its module, as far as that says something.
-
-    Examples:
-        >>> class_name(ValueError), class_name(torch.nn.Linear)
-        ('ValueError', 'torch.nn.modules.linear.Linear')
-    """
+    """Write a class with its module, as far as that says something."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -72,12 +54,7 @@ def _scalar(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 100) -> Any:
-    """Return a tree of values as JSON can hold it: numbers that JSON does not have, and everything unknown, as text.
-
-    Examples:
-        >>> plain({"loss": float("inf"), "shape": (2, 3), "kind": int})
-        {'loss': 'inf', 'shape': [2, 3], 'kind': "<class 'int'>"}
-    """
+    """Return a tree of values as JSON can hold it: numbers that JSON does not have, and everything unknown, as text."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -94,12 +71,7 @@ def plain(value: Any, depth: int = 100) -> Any:
 
 
 def json_text(value: Any, *, indent: int | None = None, depth: int = 100) -> str:
-    r"""Write a value as JSON in which everything that is not printable is escaped.
-
-    Examples:
-        >>> print(json_text({"name": "é \x9b \ud800", "loss": float("nan")}))
-        {"name": "é \u009b \ud800", "loss": "nan"}
-    """
+    """Write a value as JSON in which everything that is not printable is escaped."""
     text = json.dumps(plain(value, depth), ensure_ascii=False, allow_nan=False, indent=indent)
     if text.isprintable():
         return text

@@ -1,25 +1,5 @@
 """What gradgate raises and warns of: one tree, every message in three parts.
 
-The tree::
-
-    GradgateError
-    |-- ArgumentError                       the call was wrong
-    |   |-- ArgumentTypeError    (TypeError)
-    |   |-- ArgumentValueError   (ValueError)
-    |   |   |-- NothingKeptError           a slice has no element left and no value to give for it
-    |   |   `-- NothingMatchedError (LookupError)   a name or pattern found nothing
-    |   `-- ArgumentIndexError   (IndexError)
-    |-- BadStepError             (ArithmeticError)   a step would have written NaN or Inf into the weights
-    |-- FailedCheckError         (RuntimeError)     a tensor breaks a condition that `gg.check` asks for
-    |-- FrozenMovedError         (AssertionError)   a frozen value is not what it was
-    |-- TooManyBadSamples        (RuntimeError)     the guard refuses to go on
-    |-- TooManyRewinds           (RuntimeError)     loss spikes come again and again
-    |-- OtherRankError           (RuntimeError)     another process of the training failed or is gone
-    `-- LedgerError              (OSError)          the ledger cannot be read or written
-    GradgateWarning              (UserWarning)
-    |-- BadStepWarning                              a step with NaN or Inf gradients
-    `-- LedgerWarning                               incidents are kept in memory for now
-
 Each class also derives from the builtin that Python programmers expect, so that `except ValueError` still works.
 """
 
