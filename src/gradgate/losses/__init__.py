@@ -5,11 +5,9 @@ and what is left out is not evaluated at all, so that it can hurt neither value 
 """
 
 from gradgate._names import suggest_names
-from gradgate.losses._decisions import record_decisions
-from gradgate.losses._exact_mean import ExactMean
+from gradgate.losses._denominator import ExactMean, reduce
 from gradgate.losses._masked_loss import masked_loss
-from gradgate.losses._outliers import inliers, trimmed
-from gradgate.losses._reducing import reduce
+from gradgate.losses._outliers import inliers, record_decisions, trimmed
 from gradgate.losses._robust import (
     adaptive,
     barron,

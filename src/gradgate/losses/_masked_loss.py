@@ -17,7 +17,7 @@ from gradgate._checks import check_keep, check_tensor, wrong_type
 from gradgate._names import describe
 from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentValueError
-from gradgate.losses._reducing import check_weights, divided, over_elements
+from gradgate.losses._denominator import check_weights, divided, over_elements
 
 Loss = Callable[..., torch.Tensor]
 

@@ -9,28 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
+from torch import Tensor
 
-from gradgate._checks import check_fits, check_keep, check_tensor, wrong_type, wrong_value
+from gradgate._checks import check_fits, check_tensor, wrong_type, wrong_value
+from gradgate._names import listed
 from gradgate.errors import ArgumentValueError
 from gradgate.gates import straight_through
-from gradgate.losses import _reducing
-from gradgate.losses._reducing import Reduction, check_weights, narrowed, over_elements, reduced, wide_dtype
+from gradgate.losses._denominator import Reduction, reduced, shares_of, wide_dtype
 
-Scale: TypeAlias = float | torch.Tensor
+Scale: TypeAlias = float | Tensor
+Each: TypeAlias = Tensor | None
+"""A value for each sample or each element."""
 
 
 def huber(
-    residual: torch.Tensor,
-    *,
-    scale: Scale = 1.0,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """Give the Huber loss: r^2 / 2 up to the scale, a straight line beyond it.
+    residual: Tensor, *, scale: Scale = 1.0, keep: Each = None, weights: Each = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """Return the Huber loss: r^2 / 2 up to the scale, a straight line beyond it.
 
     Args:
         residual: The differences, of any shape.
@@ -56,35 +54,19 @@ def huber(
         tensor(1.3125)
     """
 
-    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+    def rho(r: Tensor, s: Scale) -> Tensor:
         small = torch.clamp(r, -s, s)  # type: ignore[arg-type]  # torch's types have no union here
         return small * (r - small / 2)
 
-    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.huber")
+    return _apply("huber", rho, residual, scale, keep, weights, reduction)
 
 
 def cauchy(
-    residual: torch.Tensor,
-    *,
-    scale: Scale = 1.0,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """Give the Cauchy (Lorentzian) loss, scale^2 / 2 x log(1 + (r / scale)^2): outliers count less and less.
+    residual: Tensor, *, scale: Scale = 1.0, keep: Each = None, weights: Each = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """Return the Cauchy (Lorentzian) loss, scale^2 / 2 x log(1 + (r / scale)^2): outliers count less and less.
 
-    Args:
-        residual: As in `huber`.
-        scale: As in `huber`.
-        keep: As in `huber`.
-        weights: As in `huber`.
-        reduction: As in `huber`.
-
-    Returns:
-        The loss.
-
-    Raises:
-        ArgumentValueError: As in `huber`.
+    Arguments, result and errors are those of `huber`.
 
     Gradient:
         r / (1 + (r / scale)^2); else as in `huber`.
@@ -93,35 +75,15 @@ def cauchy(
         >>> gg.losses.cauchy(torch.tensor([0.0, 1.0]), reduction="none")
         tensor([0.0000, 0.3466])
     """
-
-    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
-        return s**2 / 2 * _log1p_square(r / s)
-
-    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.cauchy")
+    return _apply("cauchy", lambda r, s: s**2 / 2 * _log1p_square(r / s), residual, scale, keep, weights, reduction)
 
 
 def welsch(
-    residual: torch.Tensor,
-    *,
-    scale: Scale = 1.0,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """Give the Welsch (Leclerc) loss, scale^2 / 2 x (1 - exp(-(r / scale)^2)): far outliers do not count at all.
+    residual: Tensor, *, scale: Scale = 1.0, keep: Each = None, weights: Each = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """Return the Welsch (Leclerc) loss, scale^2 / 2 x (1 - exp(-(r / scale)^2)): far outliers do not count at all.
 
-    Args:
-        residual: As in `huber`.
-        scale: As in `huber`.
-        keep: As in `huber`.
-        weights: As in `huber`.
-        reduction: As in `huber`.
-
-    Returns:
-        The loss.
-
-    Raises:
-        ArgumentValueError: As in `huber`.
+    Arguments, result and errors are those of `huber`.
 
     Gradient:
         r x exp(-(r / scale)^2), 0 for an infinite residual; else as in `huber`.
@@ -130,35 +92,17 @@ def welsch(
         >>> gg.losses.welsch(torch.tensor([0.0, float("inf")]), reduction="none")
         tensor([0.0000, 0.5000])
     """
-
-    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
-        return -(s**2) / 2 * _expm1(-_square(r / s))
-
-    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.welsch")
+    return _apply(
+        "welsch", lambda r, s: -(s**2) / 2 * _expm1(-_square(r / s)), residual, scale, keep, weights, reduction
+    )
 
 
 def geman_mcclure(
-    residual: torch.Tensor,
-    *,
-    scale: Scale = 1.0,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """Give the Geman-McClure loss, r^2 / 2 / (1 + (r / scale)^2): bounded, with a soft shoulder.
+    residual: Tensor, *, scale: Scale = 1.0, keep: Each = None, weights: Each = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """Return the Geman-McClure loss, r^2 / 2 / (1 + (r / scale)^2): bounded, with a soft shoulder.
 
-    Args:
-        residual: As in `huber`.
-        scale: As in `huber`.
-        keep: As in `huber`.
-        weights: As in `huber`.
-        reduction: As in `huber`.
-
-    Returns:
-        The loss.
-
-    Raises:
-        ArgumentValueError: As in `huber`.
+    Arguments, result and errors are those of `huber`.
 
     Gradient:
         r / (1 + (r / scale)^2)^2, 0 for an infinite residual; else as in `huber`.
@@ -168,36 +112,20 @@ def geman_mcclure(
         tensor([0.2500, 0.5000])
     """
 
-    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+    def rho(r: Tensor, s: Scale) -> Tensor:
         z = _square(r / s)
         small = z.detach()
         return s**2 / 2 * straight_through(small / (1 + small), 1 - 1 / (1 + z))
 
-    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.geman_mcclure")
+    return _apply("geman_mcclure", rho, residual, scale, keep, weights, reduction)
 
 
 def tukey(
-    residual: torch.Tensor,
-    *,
-    scale: Scale = 1.0,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """Give Tukey's biweight, scale^2 / 6 x (1 - (1 - (r / scale)^2)^3) up to the scale and constant beyond it.
+    residual: Tensor, *, scale: Scale = 1.0, keep: Each = None, weights: Each = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """Return Tukey's biweight, scale^2 / 6 x (1 - (1 - (r / scale)^2)^3) up to the scale and constant beyond it.
 
-    Args:
-        residual: As in `huber`.
-        scale: As in `huber`.
-        keep: As in `huber`.
-        weights: As in `huber`.
-        reduction: As in `huber`.
-
-    Returns:
-        The loss.
-
-    Raises:
-        ArgumentValueError: As in `huber`.
+    Arguments, result and errors are those of `huber`.
 
     Gradient:
         r x (1 - (r / scale)^2)^2 up to the scale, exactly 0 beyond; else as in `huber`.
@@ -207,37 +135,21 @@ def tukey(
         tensor([0.0964, 0.1667])
     """
 
-    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+    def rho(r: Tensor, s: Scale) -> Tensor:
         z = (r / s).clamp(-1, 1)
         size = z.detach()
         rest = straight_through((1 - size) * (1 + size), 1 - z**2)
         return s**2 / 6 * straight_through(size**2 * (3 - 3 * size**2 + size**4), 1 - rest**3)
 
-    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.tukey")
+    return _apply("tukey", rho, residual, scale, keep, weights, reduction)
 
 
 def charbonnier(
-    residual: torch.Tensor,
-    *,
-    scale: Scale = 1.0,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """Give the Charbonnier (pseudo-Huber, soft L1) loss, scale^2 x (sqrt(1 + (r / scale)^2) - 1).
+    residual: Tensor, *, scale: Scale = 1.0, keep: Each = None, weights: Each = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """Return the Charbonnier (pseudo-Huber, soft L1) loss, scale^2 x (sqrt(1 + (r / scale)^2) - 1).
 
-    Args:
-        residual: As in `huber`.
-        scale: As in `huber`.
-        keep: As in `huber`.
-        weights: As in `huber`.
-        reduction: As in `huber`.
-
-    Returns:
-        The loss.
-
-    Raises:
-        ArgumentValueError: As in `huber`.
+    Arguments, result and errors are those of `huber`.
 
     Gradient:
         r / sqrt(1 + (r / scale)^2); else as in `huber`.
@@ -247,24 +159,24 @@ def charbonnier(
         tensor([0.0000, 0.4142])
     """
 
-    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+    def rho(r: Tensor, s: Scale) -> Tensor:
         root = torch.hypot(r / s, r.new_ones(()))
         size = (r / s).detach()
         return s**2 * straight_through(size * (size / (root.detach() + 1)), root - 1)
 
-    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.charbonnier")
+    return _apply("charbonnier", rho, residual, scale, keep, weights, reduction)
 
 
 def barron(
-    residual: torch.Tensor,
+    residual: Tensor,
     *,
-    alpha: float | torch.Tensor = 1.0,
+    alpha: float | Tensor = 1.0,
     scale: Scale = 1.0,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    keep: Each = None,
+    weights: Each = None,
     reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """Give Barron's general loss, whose shape is a number: the other losses are among its members, and it can learn.
+) -> Tensor:
+    """Return Barron's general loss, whose shape is a number: the other losses are among its members, and it can learn.
 
     alpha = 2 is r^2 / 2, 1 Charbonnier, 0 Cauchy (with scale x sqrt(2)), -2 Geman-McClure (with scale x 2),
     -inf Welsch (with scale x sqrt(2)).
@@ -296,34 +208,35 @@ def barron(
         True
     """
     _check_alpha(alpha, residual, function="losses.barron")
-    if not isinstance(alpha, torch.Tensor) and math.isinf(alpha):
-        if alpha > 0:
-            raise ArgumentValueError(
-                "losses.barron(): `alpha` is inf.",
-                why="the larger alpha, the less robust; without bound the loss is too.",
-                fix="alpha=2.0   # r**2 / 2",
-            )
+    infinite = not isinstance(alpha, Tensor) and math.isinf(alpha)
+    if infinite and alpha > 0:
+        raise ArgumentValueError(
+            "losses.barron(): `alpha` is inf.",
+            why="the larger alpha, the less robust; without bound the loss is too.",
+            fix="alpha=2.0   # r**2 / 2",
+        )
+    if infinite:
         return welsch(residual, scale=scale * math.sqrt(2), keep=keep, weights=weights, reduction=reduction)
 
-    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+    def rho(r: Tensor, s: Scale) -> Tensor:
         return s**2 * _general(r / s, torch.as_tensor(alpha, dtype=r.dtype, device=r.device))
 
-    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.barron")
+    return _apply("barron", rho, residual, scale, keep, weights, reduction)
 
 
 def adaptive(
-    residual: torch.Tensor,
+    residual: Tensor,
     *,
-    alpha: float | torch.Tensor = 1.0,
+    alpha: float | Tensor = 1.0,
     scale: Scale = 1.0,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    keep: Each = None,
+    weights: Each = None,
     reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """Give Barron's adaptive loss, the negative log-likelihood of residuals: alpha and scale learn and do not run away.
+) -> Tensor:
+    """Return Barron's adaptive loss, the negative log-likelihood of residuals: alpha and scale can learn.
 
     A more robust shape, and a larger scale, make each residual cheaper, and the density lower by as much as its
-    integral grows. So what is learned is the alpha and the scale under which the residuals are the most likely.
+    integral grows. So neither runs away: they become those under which the residuals are the most likely.
 
     Args:
         residual: As in `huber`.
@@ -353,28 +266,28 @@ def adaptive(
         True
     """
     _check_alpha(alpha, residual, function="losses.adaptive")
-    if not isinstance(alpha, torch.Tensor) and not 0 <= alpha < math.inf:
+    if not isinstance(alpha, Tensor) and not 0 <= alpha < math.inf:
         why = "beneath 0 the density has no integral, so that there is no likelihood."
         fix = "alpha=0.0   # Cauchy; losses.barron takes any alpha, as long as it does not learn"
         raise wrong_value(alpha, "alpha", "losses.adaptive", why, fix)
 
-    def rho(r: torch.Tensor, s: Scale) -> torch.Tensor:
+    def rho(r: Tensor, s: Scale) -> Tensor:
         shape = torch.as_tensor(alpha, dtype=r.dtype, device=r.device)
-        logarithm = s.log() if isinstance(s, torch.Tensor) else math.log(s)
+        logarithm = s.log() if isinstance(s, Tensor) else math.log(s)
         return _general(r / s, shape) + logarithm + _log_partition(shape)
 
-    return _of_residual(rho, residual, scale, keep, weights, reduction, function="losses.adaptive")
+    return _apply("adaptive", rho, residual, scale, keep, weights, reduction)
 
 
 def _check_alpha(alpha: Any, residual: Any, *, function: str) -> None:
-    if isinstance(alpha, torch.Tensor):
+    if isinstance(alpha, Tensor):
         check_fits(alpha, check_tensor(residual, name="residual", function=function), name="alpha", function=function)
     elif not isinstance(alpha, Real):
         raise wrong_type(alpha, "alpha", function, "it is the shape of the loss, as a number.", "alpha=1.0")
 
 
-def _general(r: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
-    """Give Barron's general loss at the scale 1."""
+def _general(r: Tensor, shape: Tensor) -> Tensor:
+    """Return Barron's general loss at the scale 1."""
     b = (shape - 2).abs().clamp(min=1e-3)
     logarithm = _log1p_square(r / b.sqrt())
     t = shape / 2 * logarithm
@@ -385,8 +298,8 @@ def _general(r: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     return b * torch.where(near, series, away)
 
 
-def _log_partition(shape: torch.Tensor) -> torch.Tensor:
-    """Give the logarithm of the integral of exp(-loss) over all residuals at the scale 1, for each alpha."""
+def _log_partition(shape: Tensor) -> Tensor:
+    """Return the logarithm of the integral of exp(-loss) over all residuals at the scale 1, for each alpha."""
     # x = sinh(pi / 2 sinh t) makes every tail between exp(-x^2) and 1 / x^2 fall twice exponentially, and the sum over
     # equal steps of t is then exact to the last digits. It is even in t.
     wide = shape.to(torch.float32 if shape.device.type == "mps" else torch.float64).unsqueeze(-1)
@@ -404,7 +317,7 @@ def _log_partition(shape: torch.Tensor) -> torch.Tensor:
 _STEP, _NODES = 1 / 16, 66  # up to residuals of 1e20: beyond, 1 / x^2 has nothing to add
 
 
-def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *, scale: Scale = 1.0) -> torch.Tensor:
+def robust_weights(loss: Callable[..., Tensor], residual: Tensor, *, scale: Scale = 1.0) -> Tensor:
     """Say how much a robust loss lets each residual count: its slope divided by the slope of r^2 / 2.
 
     Args:
@@ -439,62 +352,51 @@ def robust_weights(loss: Callable[..., torch.Tensor], residual: torch.Tensor, *,
 # another.
 
 
-def _square(z: torch.Tensor) -> torch.Tensor:
+def _square(z: Tensor) -> Tensor:
     """Square, with a slope of 0 where the square would be infinite."""
     limit = math.sqrt(torch.finfo(z.dtype).max)
     return z.clamp(-limit, limit) ** 2
 
 
-def _log1p_square(z: torch.Tensor) -> torch.Tensor:
-    """Give log(1 + z^2), also where the square would be infinite."""
+def _log1p_square(z: Tensor) -> Tensor:
+    """Return log(1 + z^2), also where the square would be infinite."""
     size, limit = z.detach().abs(), torch.finfo(z.dtype).max
     value = torch.where(size < math.sqrt(limit), torch.log1p(size**2), 2 * size.log())
     return straight_through(value, 2 * torch.hypot(z.clamp(-limit, limit), z.new_ones(())).log())
 
 
-def _expm1(t: torch.Tensor) -> torch.Tensor:
-    """Give exp(t) - 1 with the slope exp(t); that of torch.expm1 is (exp(t) - 1) + 1, which is noise far below 0."""
+def _expm1(t: Tensor) -> Tensor:
+    """Return exp(t) - 1 with the slope exp(t); that of torch.expm1 is (exp(t) - 1) + 1, which is noise far below 0."""
     return straight_through(torch.expm1(t.detach()), t.exp() - 1)
 
 
 # --- what all of them do with a residual before and after their formula -----------------------------------------------
 
 
-def _of_residual(
-    rho: Callable[[torch.Tensor, Scale], torch.Tensor],
-    residual: torch.Tensor,
+def _apply(
+    name: str,
+    rho: Callable[[Tensor, Any], Tensor],
+    residual: Tensor,
     scale: Scale,
-    keep: torch.Tensor | None,
-    weights: torch.Tensor | None,
+    keep: Each,
+    weights: Each,
     reduction: Reduction,
-    *,
-    function: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Apply a formula to residuals and reduce; what is left out is replaced by 0 before the formula sees it."""
+    function = f"losses.{name}"
     if check_tensor(residual, name="residual", function=function).is_complex():
         why = "a residual has a size and a sign."
         raise wrong_type(residual, "residual", function, why, f"{function}(residual.abs())")
-    _reducing.check_reduction(reduction, function=function)
-    number: Any = scale
-    if not isinstance(number, torch.Tensor) and not (isinstance(number, Real) and float(number) > 0):
+    if reduction not in get_args(Reduction):
+        why = f"there are {listed(get_args(Reduction))}."
+        raise wrong_value(reduction, "reduction", function, why, 'reduction="mean"')
+    if isinstance(scale, Tensor):
+        scale = check_fits(scale, residual, name="scale", function=function).to(wide_dtype(scale))
+    elif not (isinstance(scale, Real) and scale > 0):
         why = "it is the size at which a residual counts as large."
         raise wrong_value(scale, "scale", function, why, "scale=1.0   # or 1.4826 * the median absolute residual")
-    if isinstance(scale, torch.Tensor):
-        scale = _wide(check_fits(scale, residual, name="scale", function=function))
-    kept = _without_left_out(_wide(residual), keep, weights, function)
-    return narrowed(reduced(rho(kept, scale), keep, weights, reduction, function=function), residual)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(wide_dtype(x))
-
-
-def _without_left_out(
-    residual: torch.Tensor, keep: torch.Tensor | None, weights: torch.Tensor | None, function: str
-) -> torch.Tensor:
-    if keep is not None:
-        mask = check_keep(over_elements(keep, residual, function=function), residual, function=function)
-        residual = torch.where(mask, residual, 0)
-    if weights is not None:
-        residual = torch.where(check_weights(weights, residual, function=function) != 0, residual, 0)
-    return residual
+    wide = residual.to(wide_dtype(residual))
+    shares = shares_of(wide, keep, weights, function=function)
+    kept = wide if shares is None else torch.where(shares != 0, wide, 0)
+    result = reduced(rho(kept, scale), shares, reduction)
+    return result.to(residual.dtype) if wide.dtype is not residual.dtype and residual.is_floating_point() else result
