@@ -6,6 +6,8 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from gradgate.errors import ArgumentValueError
 from gradgate.losses._denominator import check_weights, divided, over_elements
 
 Loss = Callable[..., torch.Tensor]
+
+_FUNCTION = "losses.masked_loss"
 
 
 def masked_loss(
@@ -50,12 +54,12 @@ def masked_loss(
         exclude: A value of the target (in margin_ranking and cosine_embedding the third argument), or several, that
             does not take part; NaN matches NaN. The `ignore_index` of cross_entropy and nll_loss counts as such.
         weights: How much each counts: one number for each sample, or the shape of the unreduced loss; 0 leaves out.
-        empty: What to give when nothing is kept.
+        empty: What to return when nothing is kept.
         **kw: Further arguments of the loss, such as `reduction` or `label_smoothing`. With `reduction="none"` the
             result has the shape of the unreduced loss, with 0 where something is left out.
 
     Returns:
-        The loss; without `keep`, `exclude` and `weights` what `loss_fn` itself gives.
+        The loss; without `keep`, `exclude` and `weights` what `loss_fn` itself returns.
 
     Raises:
         ArgumentTypeError: `loss_fn` cannot be called, a mask is not boolean, or another argument is no tensor.
@@ -76,9 +80,9 @@ def masked_loss(
     if not callable(loss_fn):
         why = "it is called with what is kept of input and target."
         fix = "losses.masked_loss(torch.nn.functional.cross_entropy, logits, labels, exclude=-100)"
-        raise wrong_type(loss_fn, "loss_fn", "losses.masked_loss", why, fix)
-    check_tensor(input, name="input", function="losses.masked_loss")
-    check_tensor(target, name="target", function="losses.masked_loss")
+        raise wrong_type(loss_fn, "loss_fn", _FUNCTION, why, fix)
+    check_tensor(input, name="input", function=_FUNCTION)
+    check_tensor(target, name="target", function=_FUNCTION)
     if keep is None and weights is None and not more:
         loss = _with_ignore_index(loss_fn, input, target, exclude, empty, kw)
         if loss is not None:
@@ -86,140 +90,80 @@ def masked_loss(
     if keep is None and exclude is None and weights is None and not _is(loss_fn, _WITH_CLASSES + _LINEAR):
         return loss_fn(input, target, *more, **kw)
     loss_fn, target, more, kw = _spelled_out(loss_fn, input, target, more, kw)
+    data = (input, target, *more)
     reduction = kw.get("reduction", getattr(loss_fn, "reduction", "mean"))
     if _unbatched(loss_fn, input):
-        batch = [_batch_of_one(loss_fn, argument, place) for place, argument in enumerate((input, target, *more))]
-        keep, weights = (_for_one_sample(each) for each in (keep, weights))
+        batch = [_batch_of_one(loss_fn, argument, place) for place, argument in enumerate(data)]
+        keep, weights = _of_one_sample(keep), _of_one_sample(weights)
         loss = masked_loss(loss_fn, *batch, keep=keep, exclude=exclude, weights=weights, empty=empty, **kw)
         return loss[0] if reduction == "none" else loss
     # Weights for single elements are about single elements, also beside one answer for each sample.
-    each = isinstance(weights, torch.Tensor) and weights.dim() > 1
-    picking = _picking_for(loss_fn, input, target, more, None if each else keep, exclude, kw)
+    by_element = isinstance(weights, torch.Tensor) and weights.dim() > 1
+    picking = _picking_for(loss_fn, input, target, more, None if by_element else keep, exclude, reduction, kw)
+    elements = torch.empty((), device=input.device).expand(picking.shape)
+    each = None if weights is None else check_weights(weights, elements, function=_FUNCTION).expand(picking.shape)
+    masks = [] if each is None else [each.detach() != 0]
+    if keep is not None:
+        masks.append(check_keep(over_elements(keep, elements, function=_FUNCTION), elements, function=_FUNCTION))
     labels = more[0] if more and _is(loss_fn, _TARGET_THIRD) else target
-    mask = _mask(picking, labels, keep, exclude, weights)
-    if mask is None:
-        return loss_fn(input, target, *more, **kw)
+    left_out = [value for value in (exclude, picking.ignored) if value is not None]
+    masks += [picking.over_loss(masked.valid(labels.detach(), exclude=value)) for value in left_out]
+    if not masks:
+        return loss_fn(*data, **kw)
+    mask = reduce(and_, masks).expand(picking.shape)
     if isinstance(picking, _ByOutput):
         logits = picking.logits(mask, input)
         kw = {name: value for name, value in kw.items() if name != "options" and value is not None}
         return masked_loss(functional.cross_entropy, logits, target, keep=mask, weights=weights, empty=empty, **kw)
-    if not has_data(input, target, mask):
-        return _standing_in(loss_fn, picking, input, target, more, kw, mask, weights, reduction, empty)
-    # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position knows
-    # nothing of another's.
-    ignored = picking.ignored if weights is None and reduction != "none" else None
-    if ignored is not None and picking.finite_outside(mask, input) and bool(mask.any()):
-        return loss_fn(input, torch.where(mask, target, ignored), *more, **kw)
-    rows = mask.reshape(-1).nonzero().squeeze(1)
-    if len(rows) == 0 and not (reduction == "none" and type(picking) is _Picking):  # whose losses have another shape
-        return _nothing(input, mask, reduction, empty)
-    if weights is None and reduction != "none":
-        if len(rows) == mask.numel():
-            return loss_fn(input, target, *more, **kw)
-        return loss_fn(*picking.picked(rows, input, target, more), **picking.picked_keywords(rows, kw))
-    unreduced = _unreduced(loss_fn, kw)
-    per_element = unreduced(*picking.picked(rows, input, target, more), **picking.picked_keywords(rows, kw))
-    if weights is not None:
-        heavy = _beside(_spread(weights, mask).reshape(-1)[rows], per_element)
-        amount = _beside(picking.amounts(target, kw).reshape(-1)[rows], per_element) * heavy
-        per_element = per_element * heavy
+    amount = picking.amounts(target, kw)
+    rows = mask.reshape(-1).nonzero().squeeze(1) if has_data(input, target, mask) else None
+    if rows is None:
+        # The shape of what is kept cannot be known: a harmless value stands in for what is left out.
+        amount, each = torch.where(mask, amount, 0), None if each is None else torch.where(mask, each, 0)
+        per_element = _unreduced(loss_fn, picking.stood_in(mask, *data), kw)
+        per_element = torch.where(_beside(mask, per_element), per_element, 0)
+    else:
+        if each is None and reduction != "none" and len(rows):
+            # Torch's own way is exact where no logit that is left out is NaN or infinite: the softmax of one position
+            # knows nothing of another's.
+            if isinstance(picking, _ByPosition) and picking.ignored is not None and picking.finite_outside(mask, input):
+                return loss_fn(input, torch.where(mask, target, picking.ignored), *more, **kw)
+            if len(rows) == mask.numel():
+                return loss_fn(*data, **kw)
+            return loss_fn(*picking.picked(rows, *data), **picking.picked_keywords(rows, kw))
+        if len(rows) == 0 and not (reduction == "none" and type(picking) is _Picking):  # losses of another shape
+            zero = input.reshape(-1)[:0].sum()
+            return zero + zero.new_zeros(mask.shape) if reduction == "none" else zero + empty
+        amount, each = amount.reshape(-1)[rows], None if each is None else each.reshape(-1)[rows]
+        per_element = _unreduced(loss_fn, picking.picked(rows, *data), picking.picked_keywords(rows, kw))
+    if each is not None:
+        amount, per_element = amount * each, per_element * _beside(each, per_element)
     if reduction == "none":
-        return _put_back(per_element, rows, mask.shape)
+        return per_element if rows is None else _put_back(per_element, rows, mask.shape)
     if reduction == "sum":
         return per_element.sum()
-    return _mean(picking.per_unit(per_element, rows, more), amount, reduction, empty)
-
-
-def _mean(weighed: torch.Tensor, amount: torch.Tensor, reduction: str, empty: float) -> torch.Tensor:
     # A sample may have several losses; "batchmean" counts samples all the same.
-    amount = amount if reduction == "batchmean" else amount.expand(weighed.shape)
-    return divided(weighed.sum(), amount.sum(), empty)
+    amount = amount if reduction == "batchmean" else _beside(amount, per_element).expand(per_element.shape)
+    return divided(picking.per_unit(per_element, rows, more).sum(), amount.sum(), empty)
 
 
 def _beside(each: torch.Tensor, per_element: torch.Tensor) -> torch.Tensor:
-    """Line up what is there for each sample, or for each element, with losses that may have more dimensions."""
+    """Align what is there for each sample, or for each element, with losses that may have more dimensions."""
     return each.reshape([*each.shape, *[1] * (per_element.dim() - each.dim())])
 
 
-def _mask(
-    picking: _Picking,
-    target: torch.Tensor,
-    keep: torch.Tensor | None,
-    exclude: Any,
-    weights: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Put all that leaves something out into one mask of the shape of the unreduced loss; None if nothing does."""
-    mask = None
-    if keep is not None:
-        unreduced = torch.empty(picking.shape, device="meta")
-        each = over_elements(keep, unreduced, function="losses.masked_loss")
-        mask = check_keep(each, _blank(keep, picking.shape), function="losses.masked_loss")
-    for value in (exclude, picking.ignored):
-        if value is not None:
-            found = picking.over_loss(masked.valid(target.detach(), exclude=value))
-            mask = found if mask is None else mask & found
-    if weights is not None:
-        heavy = check_weights(weights, _blank(weights, picking.shape), function="losses.masked_loss").detach() != 0
-        mask = heavy if mask is None else mask & heavy
-    return mask if mask is None or mask.shape == picking.shape else mask.expand(picking.shape)
-
-
-def _blank(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Give something of the shape of the unreduced loss, where the mask or the weights are."""
-    return torch.empty((), device=getattr(like, "device", None)).expand(shape)
-
-
-def _spread(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    each: torch.Tensor = over_elements(weights, mask, name="weights", function="losses.masked_loss")
-    return each.expand(mask.shape)
-
-
-def _unreduced(loss_fn: Loss, kw: dict[str, Any]) -> Loss:
-    """Give the loss with `reduction="none"`, whether it is a function or a module."""
-    if isinstance(loss_fn, nn.Module):
-        loss_fn = copy.copy(loss_fn)
-        loss_fn.reduction = "none"  # type: ignore[assignment]
-    else:
-        kw["reduction"] = "none"
-    return loss_fn
-
-
-def _nothing(input: torch.Tensor, mask: torch.Tensor, reduction: str, empty: float) -> torch.Tensor:
-    zero = input.reshape(-1)[:0].sum()
-    return zero + torch.zeros(mask.shape, dtype=zero.dtype, device=zero.device) if reduction == "none" else zero + empty
+def _unreduced(loss_fn: Loss, data: tuple[Any, ...], kw: dict[str, Any]) -> torch.Tensor:
+    """Return the losses without their reduction, of a function or a module."""
+    if not isinstance(loss_fn, nn.Module):
+        return loss_fn(*data, **kw | {"reduction": "none"})
+    loss_fn = copy.copy(loss_fn)
+    loss_fn.reduction = "none"  # type: ignore[assignment]
+    return loss_fn(*data, **kw)  # type: ignore[no-any-return]
 
 
 def _put_back(kept: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     rest = kept.shape[1:]
-    whole = torch.zeros((shape.numel(), *rest), dtype=kept.dtype, device=kept.device)
-    return whole.index_put((rows,), kept).reshape([*shape, *rest])
-
-
-def _standing_in(
-    loss_fn: Loss,
-    picking: _Picking,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    more: tuple[Any, ...],
-    kw: dict[str, Any],
-    mask: torch.Tensor,
-    weights: torch.Tensor | None,
-    reduction: str,
-    empty: float,
-) -> torch.Tensor:
-    """Do the same where the data cannot be read: a harmless value stands in for what is left out."""
-    amounts = picking.amounts(torch.where(mask, target, 0) if picking.by_class else target, kw)
-    arguments = picking.stood_in(mask, input, target, more)
-    per_element = _unreduced(loss_fn, kw)(*arguments, **kw)
-    each = torch.ones((), dtype=per_element.dtype, device=per_element.device)
-    if weights is not None:
-        each = torch.where(mask, _spread(weights, mask), 0)
-    amount = _beside(torch.where(mask, amounts * each, 0), per_element)
-    per_element = torch.where(_beside(mask, per_element), per_element, 0)
-    per_element = per_element if weights is None else per_element * _beside(each, per_element)
-    if reduction == "none":
-        return per_element
-    return per_element.sum() if reduction == "sum" else _mean(per_element, amount, reduction, empty)
+    return kept.new_zeros(shape.numel(), *rest).index_put((rows,), kept).reshape([*shape, *rest])
 
 
 # --- cross entropy by torch's own ignore_index ------------------------------------------------------------------------
@@ -266,17 +210,14 @@ def _with_ignore_index(
 
 # --- which losses there are, and how their arguments are named --------------------------------------------------------
 
-_LINEAR = tuple(
-    loss
-    for loss in (getattr(functional, "linear_cross_entropy", None), getattr(nn, "LinearCrossEntropyLoss", None))
-    if loss is not None  # new in torch 2.13
-)
-
 
 def _losses(names: str) -> tuple[Any, ...]:
-    return tuple(getattr(nn if name[0].isupper() else functional, name) for name in names.split())
+    """Find functions and modules of torch by name, as far as this version has them."""
+    found = [getattr(nn if name[0].isupper() else functional, name, None) for name in names.split()]
+    return tuple(loss for loss in found if loss is not None)
 
 
+_LINEAR = _losses("linear_cross_entropy LinearCrossEntropyLoss")  # new in torch 2.13
 _WITH_CLASSES = _losses("cross_entropy nll_loss CrossEntropyLoss NLLLoss")
 _BY_SAMPLE = _losses(
     "triplet_margin_loss triplet_margin_with_distance_loss cosine_embedding_loss multi_margin_loss "
@@ -319,7 +260,7 @@ def _is(loss_fn: Any, kinds: tuple[Any, ...]) -> bool:
 def _spelled_out(
     loss_fn: Any, input: torch.Tensor, target: torch.Tensor, more: tuple[Any, ...], kw: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """Give a loss and its arguments in one form: data in `more`, settings and the weights of a module in `kw`."""
+    """Return a loss and its arguments in one form: data in `more`, settings and the weights of a module in `kw`."""
     if loss_fn in _NAMES:
         kw, more = dict(zip(_NAMES[loss_fn][: len(more)], more, strict=True)) | kw, ()
     more = (*more, *[kw[name] for name in _DATA if name in kw])
@@ -378,7 +319,7 @@ def _unbatched(loss_fn: Any, input: torch.Tensor) -> bool:
 
 
 def _batch_of_one(loss_fn: Any, argument: Any, place: int) -> Any:
-    """Give an argument of an unbatched loss as that of a batch of one sample."""
+    """Return an argument of an unbatched loss as that of a batch of one sample."""
     if not isinstance(argument, torch.Tensor):
         return argument
     if _is(loss_fn, _CTC):
@@ -388,8 +329,8 @@ def _batch_of_one(loss_fn: Any, argument: Any, place: int) -> Any:
     return argument.reshape(1) if label else argument.reshape(1, -1)
 
 
-def _for_one_sample(each: Any) -> Any:
-    return each.reshape(1) if isinstance(each, torch.Tensor) and each.dim() == 0 else each
+def _of_one_sample(each: Any) -> Any:
+    return each.reshape(1) if getattr(each, "shape", None) == () else each
 
 
 # --- how the arguments of a loss are taken apart ----------------------------------------------------------------------
@@ -398,81 +339,68 @@ def _for_one_sample(each: Any) -> Any:
 class _Picking:
     """One whole sample after the other: the first dimension of every argument."""
 
-    by_class = False
     ignored: int | None = None
 
-    def __init__(self, loss_fn: Any, input: torch.Tensor, target: torch.Tensor) -> None:
+    def __init__(self, loss_fn: Any, input: torch.Tensor, dim: int = 0) -> None:
         self.loss_fn = loss_fn
-        self.shape = torch.Size([self._samples(input)])
+        self.shape = torch.Size([input.shape[dim]])
         self.dims = input.dim()
-
-    def _samples(self, input: torch.Tensor) -> int:
-        return len(input)
 
     def over_loss(self, kept: torch.Tensor) -> torch.Tensor:
         """Turn a mask of the target's shape into one of the unreduced loss's: a sample needs all of it."""
         return kept if kept.dim() == 1 else kept.flatten(1).all(1)
 
-    def picked(self, rows: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
-        """Give the arguments of the loss for these rows."""
-        return [self._pick(rows, argument) for argument in (input, target, *more)]
+    def picked(self, rows: torch.Tensor, *data: Any) -> tuple[Any, ...]:
+        """Return the arguments of the loss for these rows."""
+        return tuple(self._pick(rows, argument) for argument in data)
 
     def picked_keywords(self, rows: torch.Tensor, kw: dict[str, Any]) -> dict[str, Any]:
-        """Give the keywords for these rows; a weight of fewer dimensions than the input is about columns."""
+        """Return the keywords for these rows; a weight of fewer dimensions than the input is about columns."""
         names = [name for name in _LIKE_INPUT.get(self.loss_fn, ()) if getattr(kw.get(name), "ndim", 0) == self.dims]
         return kw | {name: self._pick(rows, kw[name]) for name in names}
 
     def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
-        """Say how much each entry of the unreduced loss adds to the denominator."""
+        """Return how much each entry of the unreduced loss adds to the denominator."""
         return torch.ones((), device=target.device).expand(self.shape)
 
-    def per_unit(self, per_element: torch.Tensor, rows: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor:
-        """Give the losses of these rows as the loss's own mean takes them."""
+    def per_unit(self, per_element: torch.Tensor, rows: Any, more: tuple[Any, ...]) -> torch.Tensor:
+        """Return the losses of these rows as the loss's own mean takes them."""
         return per_element
 
-    def finite_outside(self, mask: torch.Tensor, input: torch.Tensor) -> bool:
-        """Tell whether what is left out can be left to torch's own `ignore_index`."""
-        return False
-
-    def stood_in(self, mask: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
-        """Give the arguments with harmless values where something is left out."""
+    def stood_in(self, mask: torch.Tensor, *data: Any) -> tuple[Any, ...]:
+        """Return the arguments with harmless values where something is left out."""
         if _is(self.loss_fn, _BY_SAMPLE + _CTC):
             raise ArgumentValueError(
                 f"losses.masked_loss(): {_name(self.loss_fn)} takes whole samples, and their number would depend on "
                 "data that cannot be read here (torch.compile, vmap, FakeTensorMode).",
                 why="the shape of what is kept has to be known; call it outside of the compiled or mapped function.",
             )
-        return [self._without(mask, argument) for argument in (input, target, *more)]
+        return tuple(
+            torch.where(_beside(mask, one), one, 0.5 if one.is_floating_point() else 0) if self._by_row(one) else one
+            for one in data
+        )
 
-    def _without(self, mask: torch.Tensor, argument: Any) -> Any:
-        if not isinstance(argument, torch.Tensor) or not argument.dim() or len(argument) != self.shape[0]:
-            return argument
-        kept = mask.reshape(-1, *[1] * (argument.dim() - 1))
-        return torch.where(kept, argument, 0.5 if argument.is_floating_point() else 0)
+    def _by_row(self, argument: Any) -> bool:
+        return isinstance(argument, torch.Tensor) and argument.shape[:1] == self.shape
 
     def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
-        if isinstance(argument, torch.Tensor) and argument.dim() and len(argument) == self.shape[0]:
-            return argument.index_select(0, rows)
-        return argument
+        return argument.index_select(0, rows) if self._by_row(argument) else argument
 
 
 class _ByTime(_Picking):
     """CTC: the samples are the second dimension of the input; targets may be one behind the other."""
 
-    def _samples(self, input: torch.Tensor) -> int:
-        return input.shape[1]
-
-    def picked(self, rows: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
-        input_lengths, target_lengths, *others = more
+    def picked(self, rows: torch.Tensor, *data: Any) -> tuple[Any, ...]:
+        input, target, input_lengths, target_lengths, *others = data
         if target.dim() == 1:
             parts = target.split([int(length) for length in target_lengths])
             target = torch.cat([parts[row] for row in rows.tolist()])
         else:
             target = target.index_select(0, rows)
         lengths = [_chosen(given, rows) for given in (input_lengths, target_lengths)]
-        return [input.index_select(1, rows), target, *lengths, *others]
+        return input.index_select(1, rows), target, *lengths, *others
 
-    def per_unit(self, per_element: torch.Tensor, rows: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor:
+    def per_unit(self, per_element: torch.Tensor, rows: Any, more: tuple[Any, ...]) -> torch.Tensor:
         lengths = torch.as_tensor(_chosen(more[1], rows), device=per_element.device)
         return per_element / lengths.clamp(min=1)
 
@@ -496,12 +424,9 @@ class _ByElement(_Picking):
         weight = kw.get("weight") if self.loss_fn in (functional.mse_loss, functional.l1_loss) else None
         return super().amounts(target, kw) if weight is None else weight.expand(self.shape)
 
-    def stood_in(self, mask: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
+    def stood_in(self, mask: torch.Tensor, *data: Any) -> tuple[Any, ...]:
         # One half is inside the range of every loss of this kind: a probability, a variance, a number.
-        return [
-            torch.where(mask, argument, 0.5) if isinstance(argument, torch.Tensor) else argument
-            for argument in (input, target, *more)
-        ]
+        return tuple(torch.where(mask, one, 0.5) if isinstance(one, torch.Tensor) else one for one in data)
 
     def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
         if not isinstance(argument, torch.Tensor):
@@ -512,20 +437,18 @@ class _ByElement(_Picking):
 class _ByPosition(_Picking):
     """One position after the other, the classes behind it: the second dimension of the input."""
 
-    by_class = True
-
     def __init__(self, loss_fn: Any, input: torch.Tensor, target: torch.Tensor, ignored: int | None) -> None:
         self.loss_fn = loss_fn
         self.indices = not target.is_floating_point()
-        self.by_class = self.indices
         self.ignored = ignored if self.indices else None
         self.shape = input.shape[:1] + input.shape[2:]
 
     def over_loss(self, kept: torch.Tensor) -> torch.Tensor:
         return kept if self.indices else kept.all(1)
 
-    def picked(self, rows: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
-        return [self._behind(rows, input), self._pick(rows, target), *more]
+    def picked(self, rows: torch.Tensor, *data: Any) -> tuple[Any, ...]:
+        input, target, *more = data
+        return self._behind(rows, input), self._pick(rows, target), *more
 
     def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
         linear = isinstance(self.loss_fn, _LinearCrossEntropy)  # whose own weight is another one
@@ -535,13 +458,14 @@ class _ByPosition(_Picking):
         inside = (target >= 0) & (target < len(weight))
         return torch.where(inside, weight[torch.where(inside, target, 0)], 0)
 
-    def stood_in(self, mask: torch.Tensor, input: Any, target: Any, more: tuple[Any, ...]) -> list[Any]:
+    def stood_in(self, mask: torch.Tensor, *data: Any) -> tuple[Any, ...]:
+        input, target, *more = data
         over_classes = mask.unsqueeze(1)
         safe = torch.where(mask if self.indices else over_classes, target, 0)
-        return [torch.where(over_classes, input, 0), safe, *more]
+        return torch.where(over_classes, input, 0), safe, *more
 
     def finite_outside(self, mask: torch.Tensor, input: torch.Tensor) -> bool:
-        """Tell whether the scores of what is left out are finite for certain; where those lie apart, look at all."""
+        """Whether the scores of what is left out are finite for certain; where those lie apart, all are read."""
         scores = input.detach()
         if scores.dim() == 2:  # a bag is the sum of some rows, without a copy of them
             rows = mask.logical_not().nonzero().squeeze(1)
@@ -578,34 +502,34 @@ def _picking_for(
     more: tuple[Any, ...],
     keep: Any,
     exclude: Any,
+    reduction: str,
     kw: dict[str, Any],
 ) -> _Picking:
     """Choose how a loss is taken apart."""
     if _is(loss_fn, _CTC):
-        return _ByTime(loss_fn, input, target)
+        return _ByTime(loss_fn, input, dim=1)
     if isinstance(loss_fn, _LinearCrossEntropy):
         by = _ByOutput if loss_fn.outputs else _ByPosition
         return by(loss_fn, input, target, kw["ignore_index"])
     if _is(loss_fn, _WITH_CLASSES):
         ignored = kw.get("ignore_index", getattr(loss_fn, "ignore_index", -100))
         return _ByPosition(loss_fn, input, target, ignored)
-    if _is(loss_fn, _BY_SAMPLE):
-        return _Picking(loss_fn, input, target)
     samples = input.shape[:1]
-    own = not _is(loss_fn, _BY_ELEMENT)
-    batchmean = kw.get("reduction", getattr(loss_fn, "reduction", None)) == "batchmean"
-    if exclude is None and input.dim() > 1 and getattr(keep, "shape", None) == samples:
-        return _Picking(loss_fn, input, target)
-    if batchmean and input.dim() == 1:
-        return _Picking(loss_fn, input, target)  # each element is a sample
+    batchmean = reduction == "batchmean"
+    if (
+        _is(loss_fn, _BY_SAMPLE)
+        or (exclude is None and input.dim() > 1 and getattr(keep, "shape", None) == samples)
+        or (batchmean and input.dim() == 1)  # each element is a sample
+    ):
+        return _Picking(loss_fn, input)
     if batchmean:
         raise ArgumentValueError(
             'losses.masked_loss(): reduction="batchmean" with single elements left out.',
             why="it divides by the number of samples, and a part of a sample has none.",
             fix='reduction="mean"   # or keep of shape (n,), one answer for each sample',
         )
-    if own and input.dim() > target.dim() > 0 and target.shape == samples:
-        return _Picking(loss_fn, input, target)  # one label for each sample, also where the two happen to broadcast
+    if not _is(loss_fn, _BY_ELEMENT) and input.dim() > target.dim() > 0 and target.shape == samples:
+        return _Picking(loss_fn, input)  # one label for each sample, also where the two happen to broadcast
     data = (input, target, *more[:1]) if _is(loss_fn, _TARGET_THIRD) else (input, target)
     try:
         return _ByElement(loss_fn, *data)
