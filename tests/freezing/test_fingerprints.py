@@ -130,7 +130,7 @@ def test_what_is_free_cannot_be_verified():
     handle, pin = gg.freeze(model, "bias"), gg.pin(model.weight, rows=[0])
     handle.thaw()
     pin.release()
-    with pytest.raises(ArgumentValueError, match="this handle has thawed"):
+    with pytest.raises(ArgumentValueError, match="this FreezeHandle freezes nothing any more"):
         handle.verify()
-    with pytest.raises(ArgumentValueError, match="this pin has been released"):
+    with pytest.raises(ArgumentValueError, match="this Pin freezes nothing any more"):
         pin.verify()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gradgate.freezing._freeze_state import FrozenRegion, MaskedRegion, WholeRegion, region_of, union
+from gradgate.freezing._freeze_state import FrozenRegion, MaskedRegion, region_of, union
 from gradgate.freezing._verify import fingerprint
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
@@ -46,7 +46,7 @@ def test_each_form_does_what_the_mask_says(case):
     values, mask = case
     forms = [region_of(mask), MaskedRegion(mask)]
     forms += [FrozenRegion(mask.nonzero(as_tuple=True), int(mask.sum()))] if mask.dim() else []
-    forms += [WholeRegion(mask.numel())] if mask.all() else []
+    forms += [FrozenRegion((...,), mask.numel())] if mask.all() else []
     noise = torch.full_like(values, 7.0)
     for region in forms:
         assert region.count == int(mask.sum())
@@ -89,7 +89,7 @@ def test_a_step_asks_the_host_for_nothing(kind):
     mask[0, 1] = kind == "points"
     mask[::2, ::2] |= kind == "elements"
     mask[3] |= kind == "rows"
-    region = WholeRegion(1600) if kind == "everything" else region_of(mask)
+    region = FrozenRegion((...,), 1600) if kind == "everything" else region_of(mask)
     with FakeTensorMode(allow_non_fake_inputs=True):
         values, gradient = torch.empty(40, 40), torch.empty(40, 40)
         region.write(values, region.read(values))

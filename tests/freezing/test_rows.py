@@ -217,7 +217,7 @@ def test_merge_gives_the_plain_parameter_back():
     torch.testing.assert_close(model(torch.arange(7)), expected)
     model(torch.tensor([2])).sum().backward()
     assert weight.grad is not None
-    with pytest.raises(ArgumentValueError, match="these rows have been merged"):
+    with pytest.raises(ArgumentValueError, match="this RowTraining freezes nothing any more"):
         training.verify()
     gg.train_rows(model.embed, rows=[3]).merge()
 

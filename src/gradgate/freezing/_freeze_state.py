@@ -32,15 +32,15 @@ from gradgate._torch_private import OPTIMIZER_HOOKS, is_sharded, local_part, par
 
 
 class FrozenRegion:
-    """Elements of a tensor that index tensors name: rows by one, single elements by one for each dimension."""
+    """Elements of a tensor by an index: `...` for all, one tensor for rows, one for each dimension for elements."""
 
     # The cost is paid in every step: an index costs what it names, a dense mask one pass over gradient and values.
 
-    def __init__(self, index: tuple[torch.Tensor, ...], count: int) -> None:
+    def __init__(self, index: tuple[Any, ...], count: int) -> None:
         self.index, self.count = index, count
 
-    def _on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        if self.index[0].device != device:
+    def _on(self, device: torch.device) -> tuple[Any, ...]:
+        if self.index[0] is not ... and self.index[0].device != device:
             self.index = tuple(index.to(device) for index in self.index)
         return self.index
 
@@ -50,15 +50,15 @@ class FrozenRegion:
 
     def read(self, values: torch.Tensor) -> torch.Tensor:
         """Copy the frozen values, in a form that `write` understands."""
-        return values[self._on(values.device)]
+        return values[self._on(values.device)].clone()
 
     def write(self, values: torch.Tensor, kept: torch.Tensor) -> None:
         """Put the frozen values back bit by bit, and leave the others as they are."""
-        values.index_put_(self._on(values.device), kept)
+        values[self._on(values.device)] = kept
 
     def clear(self, gradient: torch.Tensor) -> None:
         """Make the gradient exactly 0 at the frozen elements, in place."""
-        gradient.index_put_(self._on(gradient.device), gradient.new_zeros(()))
+        gradient[self._on(gradient.device)] = gradient.new_zeros(())
 
     def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
         """Return a boolean mask; True is frozen."""
@@ -79,33 +79,12 @@ class FrozenRegion:
 
     def place(self, number: int, shape: torch.Size) -> tuple[int, ...]:
         """Return the index of an element by its number in `gather`."""
-        at = self.mask(shape, torch.device("cpu")).flatten().nonzero()[number, 0]
-        return tuple(int(i) for i in torch.unravel_index(at, shape))
+        return tuple(self.mask(shape, torch.device("cpu")).nonzero()[number].tolist())
 
 
-class WholeRegion(FrozenRegion):
-    """All elements."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__((), count)
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values.flatten()
-
-    def read(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    def write(self, values: torch.Tensor, kept: torch.Tensor) -> None:
-        values.copy_(kept)
-
-    def clear(self, gradient: torch.Tensor) -> None:
-        gradient.zero_()
-
-    def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        return torch.ones((), dtype=torch.bool, device=device).expand(shape)
-
-    def place(self, number: int, shape: torch.Size) -> tuple[int, ...]:
-        return tuple(int(i) for i in torch.unravel_index(torch.tensor(number), shape))
+def whole_region(tensor: torch.Tensor) -> FrozenRegion:
+    """Return all elements of the part of a tensor that is in this process."""
+    return FrozenRegion((...,), local_part(tensor).numel())
 
 
 class MaskedRegion(FrozenRegion):
@@ -116,7 +95,7 @@ class MaskedRegion(FrozenRegion):
 
     def _like(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mask on the device of values and with their strides."""
-        (frozen,) = self.index
+        frozen: torch.Tensor = self.index[0]
         if frozen.device != values.device or frozen.stride() != values.stride():
             frozen = torch.empty_like(values, dtype=torch.bool).copy_(frozen)
             self.index = (frozen,)
@@ -141,7 +120,7 @@ class MaskedRegion(FrozenRegion):
             gradient.masked_fill_(frozen, 0)
 
     def mask(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        return self.index[0].to(device)
+        return self.index[0].to(device)  # type: ignore[no-any-return]
 
 
 def region_of(mask: torch.Tensor) -> FrozenRegion:
@@ -202,6 +181,9 @@ def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
 
 def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:
     """Add a watcher to a parameter; copies and pickles of the parameter carry it."""
+    before, after = OPTIMIZER_HOOKS  # ours stay, because torch iterates over them during a step
+    before.setdefault(__name__, _before_step)
+    after.setdefault(__name__, _after_step)
     if not hasattr(parameter, WATCHERS):
         # copy and pickle look at the object before its class, so this changes one parameter and no other.
         reference = weakref.ref(parameter)
@@ -213,26 +195,24 @@ def attach(parameter: torch.Tensor, kind: str, watcher: Watcher) -> None:
 
 
 def detach(parameter: torch.Tensor, kind: str) -> None:
-    """Remove a watcher; without the last one the parameter is plain again."""
-    watchers_of(parameter).pop(kind)
-    if not watchers_of(parameter):
+    """Remove a watcher, if it is there; without the last one the parameter is plain again."""
+    removed = watchers_of(parameter).pop(kind, None)
+    if removed is not None and not watchers_of(parameter):
         for name in _ATTRIBUTES:
             del parameter.__dict__[name]
 
 
 def _copied(reference: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
-    parameter = _alive_parameter(reference)
+    parameter = _alive(reference)
     if id(parameter) in memo:
         return memo[id(parameter)]  # type: ignore[no-any-return]
     with _bare(parameter):
         result: torch.Tensor = type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
-    for kind, watcher in watchers_of(parameter).items():
-        attach(result, kind, copy.deepcopy(watcher, memo))
-    return result
+    return _with_watchers(result, copy.deepcopy(watchers_of(parameter), memo))
 
 
 def _reduced(reference: weakref.ref[torch.Tensor], protocol: int) -> tuple[Any, ...]:
-    parameter = _alive_parameter(reference)
+    parameter = _alive(reference)
     with _bare(parameter):
         function, arguments = type(parameter).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
         # Attributes of the user come as the parameter's own dictionary, which gets ours back in a moment.
@@ -253,32 +233,22 @@ def _bare(parameter: torch.Tensor) -> Iterator[None]:
 def _rebuilt(
     function: Callable[..., torch.Tensor], arguments: tuple[Any, ...], watchers: dict[str, Watcher]
 ) -> torch.Tensor:
-    parameter = function(*arguments)
+    return _with_watchers(function(*arguments), watchers)
+
+
+def _with_watchers(parameter: torch.Tensor, watchers: dict[str, Watcher]) -> torch.Tensor:
     for kind, watcher in watchers.items():
         attach(parameter, kind, watcher)
     return parameter
 
 
-def _alive_parameter(reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
+def _alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
     parameter = reference()
     assert parameter is not None, "a method of a tensor was called after the tensor was gone"
     return parameter
 
 
 # --- Optimizer steps ------------------------------------------------------------------------------------------------
-
-
-def watch_steps() -> None:
-    """Register the hooks, unless they are registered; they stay, because torch iterates over them during a step."""
-    before, after = OPTIMIZER_HOOKS
-    before.setdefault(__name__, _before_step)
-    after.setdefault(__name__, _after_step)
-
-
-def skips_missing_gradients(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether a class of optimizers is known to skip parameters that have no gradient."""
-    # All of torch's do except L-BFGS, which steps along one direction for all parameters. Of others nothing is known.
-    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
 
 
 def _watched(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Watcher]]:
@@ -352,10 +322,8 @@ class FreezeState(Watcher):
         self.count = 0  # how many elements are frozen or pinned, over all processes; overlaps count once
         self.learned = True
         self.synchronised = False
-        self._region: FrozenRegion | None = None  # what is frozen of the part in this process
-        self._reset_runtime()
-
-    def _reset_runtime(self) -> None:
+        self._region = FrozenRegion((...,), 0)  # what is frozen of the part in this process
+        # What follows does not travel.
         self._hook: RemovableHandle | None = None
         self._kept: torch.Tensor | None = None
         self._seen: tuple[Any, ...] = ()
@@ -364,11 +332,12 @@ class FreezeState(Watcher):
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}
+        names = ("freezes", "pins", "count", "learned", "synchronised", "_region")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
         self.__dict__.update(state)
-        self._reset_runtime()
 
     # --- who froze ---------------------------------------------------------------------------------------------
 
@@ -382,22 +351,17 @@ class FreezeState(Watcher):
         parameter.grad = None
         self._changed(parameter)
 
-    def thaw(self, parameter: torch.Tensor, token: str) -> None:
-        """Remove a freeze; without the last one the parameter learns again."""
-        if self.freezes.pop(token, None) is None:
-            return
-        if not self.freezes:
-            parameter.requires_grad_(self.learned)
-        self._changed(parameter)
-
     def pin(self, parameter: torch.Tensor, token: str, region: FrozenRegion) -> None:
         self.pins[token] = region
         self._changed(parameter)
         self.mask_gradient(parameter)
 
     def release(self, parameter: torch.Tensor, token: str) -> None:
-        """Remove a pin; elements that no other pin has are free."""
-        if self.pins.pop(token, None) is not None:
+        """Remove a freeze or a pin; what no other one has is free, and learns again as it did before."""
+        frozen = self.freezes.pop(token, None) is not None
+        if frozen and not self.freezes:
+            parameter.requires_grad_(self.learned)
+        if frozen or self.pins.pop(token, None) is not None:
             self._changed(parameter)
 
     def _changed(self, parameter: torch.Tensor) -> None:
@@ -409,7 +373,7 @@ class FreezeState(Watcher):
         self._kept, self._stepping = None, None
         self._met.clear()
         if self.freezes:
-            self.count, self._region = parameter.numel(), WholeRegion(local_part(parameter).numel())
+            self.count, self._region = parameter.numel(), whole_region(parameter)
         else:
             together = union(self.pins.values(), parameter.shape, parameter.device)
             self.count, self._region = together.count, shard_region(together, parameter)
@@ -431,7 +395,7 @@ class FreezeState(Watcher):
     def mask_gradient(self, parameter: torch.Tensor) -> None:
         """Make the gradient exactly 0 where the parameter is frozen."""
         gradient = parameter.grad
-        if gradient is None or self._region is None:
+        if gradient is None:
             return
         if is_sharded(parameter):
             # Some operations on DTensors leave a gradient that is distributed otherwise than its parameter.
@@ -448,14 +412,16 @@ class FreezeState(Watcher):
     # --- steps -------------------------------------------------------------------------------------------------
 
     def awake(self, parameter: torch.Tensor) -> None:
-        watch_steps()
         self._listen(parameter)
 
     def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Drop the gradient, or keep a copy of the frozen values."""
         if self.freezes:
             parameter.grad = None
-            if skips_missing_gradients(type(optimizer)):
+            # All of torch's optimizers skip a parameter without a gradient, except L-BFGS, which steps along one
+            # direction for all parameters. Of others nothing is known.
+            kind = type(optimizer)
+            if kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS:
                 if self._stepping is None:
                     self._kept = None  # of an earlier step: what was loaded since then would be undone
                 return
@@ -465,7 +431,12 @@ class FreezeState(Watcher):
         if optimizer not in self._met:
             self._met.add(optimizer)
             self._clear_memory(parameter, optimizer)
-        self._keep(parameter, optimizer)
+        if self._stepping is not None:  # a step inside another one, or an exception ended the last one
+            self._restore(parameter)
+        elif self._kept is None or self._seen != _mark(parameter):  # the first step, or new values were loaded
+            self._kept = self._region.read(local_part(parameter.detach()))
+        if self._stepping is None or self._stepping() is None:
+            self._stepping = weakref.ref(optimizer)
 
     def before_evaluation(self, parameter: torch.Tensor) -> None:
         """Show the closure the frozen values, whatever the step has done so far."""
@@ -484,17 +455,8 @@ class FreezeState(Watcher):
         if self._stepping is not None and self._stepping() is optimizer:
             self._stepping = None
 
-    def _keep(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        assert self._region is not None
-        if self._stepping is not None:  # a step inside another one, or an exception ended the last one
-            self._restore(parameter)
-        elif self._kept is None or self._seen != _mark(parameter):  # the first step, or new values were loaded
-            self._kept = self._region.read(local_part(parameter.detach()))
-        if self._stepping is None or self._stepping() is None:
-            self._stepping = weakref.ref(optimizer)
-
     def _restore(self, parameter: torch.Tensor) -> None:
-        if self._region is not None and self._kept is not None:
+        if self._kept is not None:
             with torch.no_grad():
                 self._region.write(local_part(parameter.detach()), self._kept)
 
@@ -503,14 +465,11 @@ class FreezeState(Watcher):
         if isinstance(optimizer, torch.optim.LBFGS):
             # Its state is one list of directions through all parameters; they lead out of what is free now.
             optimizer.state.clear()
-        elif not self.freezes and self._region is not None:
+        elif not self.freezes:
             for name, value in optimizer.state.get(parameter, {}).items():
                 alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
                 if alike and name not in _NOT_NEUTRAL_AT_ZERO:
                     self._region.clear(local_part(value.detach()))
-
-
-_RUNTIME = {"_hook", "_kept", "_seen", "_stepping", "_met"}
 
 
 def _mark(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -522,13 +481,23 @@ def freeze_state_of(parameter: torch.Tensor) -> FreezeState | None:
     return watchers_of(parameter).get(FREEZES)
 
 
+def holds(parameter: torch.Tensor, token: str) -> bool:
+    """Whether a parameter has this freeze or pin."""
+    frozen = freeze_state_of(parameter)
+    return frozen is not None and (token in frozen.freezes or token in frozen.pins)
+
+
+def release(parameter: torch.Tensor, token: str) -> None:
+    """Remove a freeze or a pin, if the parameter has it."""
+    if (frozen := freeze_state_of(parameter)) is not None:
+        frozen.release(parameter, token)
+
+
 def make_freeze_state(parameter: torch.Tensor) -> FreezeState:
     """Return the freeze state of a parameter, a new one if it has none."""
-    frozen = freeze_state_of(parameter)
-    if frozen is None:
-        frozen = FreezeState()
-        attach(parameter, FREEZES, frozen)
-    return frozen
+    if FREEZES not in watchers_of(parameter):
+        attach(parameter, FREEZES, FreezeState())
+    return watchers_of(parameter)[FREEZES]  # type: ignore[no-any-return]
 
 
 # --- Modules found by the garbage collector -------------------------------------------------------------------------

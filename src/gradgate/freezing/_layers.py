@@ -19,23 +19,18 @@ from gradgate._torch_private import as_written, is_power_iteration, local_part, 
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 from gradgate.freezing._freeze_state import (
     ROWS_TOKEN,
-    WholeRegion,
     freeze_state_of,
     gathered,
+    holds,
     make_freeze_state,
+    release,
     replicated,
+    whole_region,
 )
-from gradgate.freezing._verify import (
-    Fingerprint,
-    check_not_computed,
-    check_unmoved,
-    computed_by,
-    computed_value,
-    fingerprint,
-)
+from gradgate.freezing._verify import Part, Verified, computed_by, computed_value
 
 
-class FreezeHandle:
+class FreezeHandle(Verified):
     """What one call froze; made by `freeze` and `train_only`.
 
     As a context manager it thaws at the end of the block. A parameter that several handles freeze is free when all of
@@ -60,12 +55,12 @@ class FreezeHandle:
         self.model = model
         self.names = tuple(names)
         self._parameters = {name: known[name] for name in names}
+        modules_by_name = named_modules(model)
+        self._owners = {name: modules_by_name[name.rpartition(".")[0]] for name in names}
         self.tied = ties_of(self._parameters)
-        self._owners = _owners(model, names)
         self._modules = modules
         self.statistics = tuple(modules)
         self._token = uuid.uuid4().hex
-        self._fingerprints: dict[str, Fingerprint] = {}
         self._thawed = False
         synchronised = replicated()
         for parameter in self._parameters.values():
@@ -77,13 +72,9 @@ class FreezeHandle:
         self.accept()
 
     @property
-    def active(self) -> bool:
+    def active(self) -> bool:  # type: ignore[override]
         """Whether it still freezes anything; `gg.freezing.thaw` may have freed all of it."""
-        return not self._thawed and (not self.names or any(map(self._holds, self._parameters.values())))
-
-    def _holds(self, parameter: torch.Tensor) -> bool:
-        frozen = freeze_state_of(parameter)
-        return frozen is not None and self._token in frozen.freezes
+        return not self._thawed and (not self.names or any(holds(p, self._token) for p in self._parameters.values()))
 
     def thaw(self) -> None:
         """Let what no other handle freezes learn again, as it did before. A second call does nothing.
@@ -97,8 +88,7 @@ class FreezeHandle:
         _check_synchronised(self._parameters, self._token)
         self._thawed = True
         for parameter in self._parameters.values():
-            if (frozen := freeze_state_of(parameter)) is not None:
-                frozen.thaw(parameter, self._token)
+            release(parameter, self._token)
         for module in self._modules.values():
             release_statistics(module, self._token)
 
@@ -111,56 +101,26 @@ class FreezeHandle:
         Returns:
             How many bytes of tensors were dropped.
         """
-        frozen = [parameter for parameter in self._parameters.values() if self._holds(parameter)]
+        frozen = [parameter for parameter in self._parameters.values() if holds(parameter, self._token)]
         released = sum(state_bytes(optimizer, parameter) for optimizer in optimizers for parameter in frozen)
         for optimizer in optimizers:
             for parameter in frozen:
                 optimizer.state.pop(parameter, None)
         return released
 
-    def accept(self) -> None:
-        """Take the present values as the frozen ones, after you have loaded a checkpoint."""
-        self._accepted = self._computed()
-        self._fingerprints = {name: fingerprint(local_part(tensor)) for name, tensor in self._frozen().items()}
-
-    def verify(self) -> None:
-        """Prove that nothing moved since the freeze (or since `accept`): frozen values and statistics.
-
-        It also finds a spectral or weight norm, a pruning or another parametrization that was applied since: the
-        parameter rests, but the layer computes with something else. Of a sharded model it checks this process's part.
-
-        Raises:
-            FrozenMovedError: Something did; the first element is named, with both values.
-            ArgumentValueError: The handle has thawed.
-        """
-        if not self.active:
-            raise ArgumentValueError(
-                "verify(): this handle has thawed.",
-                why="what is free may move.",
-                fix="handle.verify()   # before handle.thaw()",
-            )
-        computed = self._computed()
-        for name, how in computed.items():
-            check_not_computed(name, how, self._accepted.get(name, ""))
-        for name, tensor in self._frozen().items():
-            region, how = WholeRegion(local_part(tensor).numel()), computed.get(name, "")
-            self._fingerprints[name] = check_unmoved(name, tensor, region, self._fingerprints[name], how)
-
-    def _computed(self) -> dict[str, str]:
-        found = {name: computed_by(*self._owners[name]) for name, old in self._parameters.items() if self._holds(old)}
-        return {name: how for name, how in found.items() if how}
-
-    def _frozen(self) -> dict[str, torch.Tensor]:
+    def _frozen(self) -> dict[str, Part]:
         # As the model has it now, so that a parameter that was replaced shows.
         now = named_parameters(self.model)
-        found: dict[str, torch.Tensor] = {
-            name: now.get(name, old) for name, old in self._parameters.items() if self._holds(old)
-        }
-        found |= {name: computed_value(*self._owners[name]) for name in self._computed()}
+        found: dict[str, tuple[torch.Tensor, str]] = {}
+        for name, old in self._parameters.items():
+            if holds(old, self._token):
+                owner, own = self._owners[name], name.rpartition(".")[2]
+                how = computed_by(owner, own)
+                found[name] = (computed_value(owner, own) if how else now.get(name, old), how)
         for name, module in self._modules.items():
-            buffers = dict(module.named_buffers(recurse=False))
-            found |= {f"{name}.{buffer}".lstrip("."): buffers[buffer] for buffer in statistics_of(module)}
-        return {name: tensor.detach() for name, tensor in found.items()}
+            for buffer in statistics_of(module):
+                found[f"{name}.{buffer}".lstrip(".")] = (module.get_buffer(buffer), "")
+        return {name: (tensor.detach(), whole_region(tensor), how) for name, (tensor, how) in found.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -312,9 +272,7 @@ def thaw(model: nn.Module, *what: Selector) -> None:
     for name in names:
         parameter = known[name]
         if (frozen := freeze_state_of(parameter)) is not None:
-            for token in set(frozen.freezes) - {ROWS_TOKEN}:
-                frozen.thaw(parameter, token)
-            for token in list(frozen.pins):
+            for token in {*frozen.freezes, *frozen.pins} - {ROWS_TOKEN}:
                 frozen.release(parameter, token)
     for module in _at_rest(inner, [known[name] for name in names]).values():
         for token in all_tokens(module):
@@ -334,12 +292,6 @@ def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Modul
             if own and all(id(parameter) in ids for parameter in own):
                 found[name] = module
     return found
-
-
-def _owners(model: nn.Module, names: list[str]) -> dict[str, tuple[nn.Module, str]]:
-    modules = named_modules(model)
-    parts = {name: name.rpartition(".") for name in names}
-    return {name: (modules[path], own) for name, (path, _, own) in parts.items()}
 
 
 def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) -> None:

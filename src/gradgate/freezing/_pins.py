@@ -12,21 +12,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradgate._names import describe, listed
-from gradgate._torch_private import is_sharded, local_part
+from gradgate._torch_private import is_sharded
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from gradgate.freezing._freeze_state import freeze_state_of, gathered, make_freeze_state, region_of, shard_region
-from gradgate.freezing._layers import bare
-from gradgate.freezing._verify import (
-    Registrations,
-    check_not_computed,
-    check_unmoved,
-    computed_by,
-    computed_value,
-    fingerprint,
+from gradgate.freezing._freeze_state import (
+    freeze_state_of,
+    gathered,
+    holds,
+    make_freeze_state,
+    region_of,
+    release,
+    shard_region,
 )
+from gradgate.freezing._layers import bare
+from gradgate.freezing._verify import Part, Registrations, Verified, computed_by, computed_value
 
 
-class Pin:
+class Pin(Verified):
     """Elements of one parameter that stay what they are; made by `pin`.
 
     As a context manager it releases at the end of the block. Pins of one parameter may overlap; an element is free
@@ -55,10 +56,9 @@ class Pin:
         self.accept()
 
     @property
-    def active(self) -> bool:
+    def active(self) -> bool:  # type: ignore[override]
         """Whether it still keeps its elements."""
-        frozen = freeze_state_of(self.parameter)
-        return frozen is not None and self._token in frozen.pins
+        return holds(self.parameter, self._token)
 
     @property
     def frozen(self) -> torch.Tensor:
@@ -67,36 +67,13 @@ class Pin:
 
     def release(self) -> None:
         """Let the elements learn again; a second call does nothing."""
-        if (frozen := freeze_state_of(self.parameter)) is not None:
-            frozen.release(self.parameter, self._token)
+        release(self.parameter, self._token)
 
-    def accept(self) -> None:
-        """Take the present values as the pinned ones, after you have changed them on purpose."""
-        values, self._accepted = self._used()
-        self._fingerprint = fingerprint(self._local.gather(local_part(values)))
-
-    def _used(self) -> tuple[torch.Tensor, str]:
-        """Return the values that a layer computes with, and what computes them if they are not the parameter's own."""
+    def _frozen(self) -> dict[str, Part]:
+        # What a layer computes with: the parameter itself, or what is computed from it since.
         for module, name in self._registrations.computing():
-            return computed_value(module, name), computed_by(module, name)
-        return self.parameter.detach(), ""
-
-    def verify(self) -> None:
-        """Prove that no pinned element moved since it was pinned (or since `accept`); of a shard, on this process.
-
-        Raises:
-            FrozenMovedError: One did; it is named, with both values.
-            ArgumentValueError: The pin has been released.
-        """
-        if not self.active:
-            raise ArgumentValueError(
-                "verify(): this pin has been released.",
-                why="what is free may move.",
-                fix="pin.verify()   # before pin.release()",
-            )
-        values, how = self._used()
-        check_not_computed("the pinned parameter", how, self._accepted)
-        self._fingerprint = check_unmoved("parameter", values, self._local, self._fingerprint, how)
+            return {"parameter": (computed_value(module, name), self._local, computed_by(module, name))}
+        return {"parameter": (self.parameter.detach(), self._local, "")}
 
     def save_in(self, model: nn.Module) -> None:
         """Write what is pinned into the model's `state_dict`, and compare when one is loaded.

@@ -23,27 +23,25 @@ from gradgate._torch_private import is_sharded
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._freeze_state import (
     ROWS_TOKEN,
-    FrozenRegion,
     Watcher,
     attach,
     detach,
-    freeze_state_of,
     gathered,
     make_freeze_state,
     owners_of,
     region_of,
+    release,
     replicated,
-    watch_steps,
     watchers_of,
 )
 from gradgate.freezing._pins import row_numbers
-from gradgate.freezing._verify import Fingerprint, check_unmoved, fingerprint
+from gradgate.freezing._verify import Part, Verified
 
 _SUFFIX = "_rows"
 _HANDLE = "_gradgate_rows"
 
 
-class RowTraining:
+class RowTraining(Verified):
     """Rows that learn beside a frozen table; made by `train_rows`.
 
     Attributes:
@@ -90,7 +88,6 @@ class RowTraining:
                 module.register_load_state_dict_pre_hook(partial(_before_loading, names)),  # type: ignore[no-untyped-call]
             ]
             module.__dict__[_HANDLE] = self
-        self._fingerprints: list[Fingerprint] = []
         self.accept()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -116,12 +113,9 @@ class RowTraining:
                 table, small = module.get_parameter(name), module.get_parameter(name + _SUFFIX)
                 _write_rows(module, name)
                 delattr(module, name + _SUFFIX)
-                if "mirror" in watchers_of(small):  # an optimizer that goes on stepping must not write old rows
-                    detach(small, "mirror")
-                if (frozen := freeze_state_of(table)) is not None:
-                    frozen.thaw(table, ROWS_TOKEN)
-                if "table" in watchers_of(table):
-                    detach(table, "table")
+                detach(small, "mirror")  # an optimizer that goes on stepping must not write old rows
+                release(table, ROWS_TOKEN)
+                detach(table, "table")
             for module in self.modules:
                 del module.row_numbers
                 if isinstance(module, nn.Embedding):
@@ -129,33 +123,13 @@ class RowTraining:
                 del module.__dict__[_HANDLE]
         return self.modules[0].get_parameter("weight")
 
-    def accept(self) -> None:
-        """Take the present values as the frozen ones, after you have loaded a checkpoint."""
-        self._fingerprints = [fingerprint(region.gather(table.detach())) for _, table, region in self._frozen()]
-
-    def verify(self) -> None:
-        """Prove that none of the other rows moved.
-
-        Raises:
-            FrozenMovedError: One did; its first element is named.
-            ArgumentValueError: `merge` has been called.
-        """
-        if not self.active:
-            raise ArgumentValueError(
-                "verify(): these rows have been merged.",
-                why="the table is a plain parameter again and may move.",
-                fix="training.verify()   # before training.merge()",
-            )
-        for number, (name, table, region) in enumerate(self._frozen()):
-            self._fingerprints[number] = check_unmoved(name, table, region, self._fingerprints[number])
-
-    def _frozen(self) -> list[tuple[str, torch.Tensor, FrozenRegion]]:
-        found: list[tuple[str, torch.Tensor, FrozenRegion]] = []
-        for module, name in self._tables:
+    def _frozen(self) -> dict[str, Part]:
+        found = {}
+        for number, (module, name) in enumerate(self._tables):
             table = module.get_parameter(name)
             others = torch.ones_like(table, dtype=torch.bool)
             others[self.rows.to(table.device)] = False
-            found.append((name, table, region_of(others)))
+            found[name if name not in found else f"{name} of table {number}"] = (table.detach(), region_of(others), "")
         return found
 
     def __repr__(self) -> str:
@@ -330,9 +304,6 @@ class _Mirror(Watcher):
 
     def __init__(self, table: nn.Parameter, rows: torch.Tensor) -> None:
         self.table, self.rows = table, rows
-
-    def awake(self, parameter: torch.Tensor) -> None:
-        watch_steps()
 
     def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         self.rows = self.rows.to(parameter.device)

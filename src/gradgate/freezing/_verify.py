@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from gradgate import _kernels
 from gradgate._names import describe
 from gradgate._torch_distributed import sharded_like
 from gradgate._torch_private import computed_name, forward_pre_hooks, is_sharded, local_part, parameters_of
-from gradgate.errors import ArgumentTypeError, FrozenMovedError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, FrozenMovedError
 from gradgate.freezing._freeze_state import FrozenRegion
 
 # --- Checksums ------------------------------------------------------------------------------------------------------
@@ -95,9 +95,7 @@ def _words(values: torch.Tensor) -> torch.Tensor:
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
     """Widen words to 64 bits; full ones are mixed, so that their high bits show in the low ones."""
-    if words.dtype is not torch.int64:
-        return words.to(torch.int64)
-    return _fold(words * _MIX)
+    return _fold(words * _MIX) if words.dtype is torch.int64 else words.to(torch.int64)
 
 
 def _fold(words: torch.Tensor) -> torch.Tensor:
@@ -138,14 +136,55 @@ def _signed(number: int) -> int:
 # --- What moved -----------------------------------------------------------------------------------------------------
 
 
-class Verifiable(Protocol):
-    """What `freeze`, `train_only`, `pin` and `train_rows` return."""
+Part = tuple[torch.Tensor, FrozenRegion, str]
+"""A tensor, what of it is frozen, and what computes the tensor if it is not a parameter."""
+
+
+class Verified:
+    """What all handles share: a checksum of everything that they froze."""
+
+    active: bool
+
+    def _frozen(self) -> dict[str, Part]:
+        """Return what is frozen now, by name."""
+        raise NotImplementedError
+
+    def accept(self) -> None:
+        """Take the present values as the frozen ones, after you have changed them or loaded a checkpoint."""
+        self._accepted = {
+            name: (fingerprint(region.gather(local_part(tensor))), how)
+            for name, (tensor, region, how) in self._frozen().items()
+        }
 
     def verify(self) -> None:
-        """Raise if anything moved."""
+        """Prove that nothing moved since the freeze (or since `accept`): frozen values and statistics.
+
+        It also finds a spectral or weight norm, a pruning or another parametrization that was applied since: the
+        parameter rests, but the layer computes with something else. Of a sharded model it checks this process's part.
+
+        Raises:
+            FrozenMovedError: Something did; the first element is named, with both values.
+            ArgumentValueError: The handle has thawed, or was released or merged.
+        """
+        if not self.active:
+            raise ArgumentValueError(
+                f"verify(): this {type(self).__name__} freezes nothing any more.",
+                why="what is free may move.",
+                fix="handle.verify()   # before thaw, release or merge",
+            )
+        for name, (tensor, region, how) in self._frozen().items():
+            then, accepted = self._accepted[name]
+            if how and how != accepted:
+                raise FrozenMovedError(
+                    f"{name} is frozen, but {how} was applied to it since and now computes the values that the layer "
+                    "uses.",
+                    why="the frozen parameter rests, and what is computed from it does not.",
+                    fix="handle.accept()   # if that is meant; else remove it, or freeze after it was applied",
+                )
+            self._accepted[name] = (_check_unmoved(name, tensor, region, then, how), how)
 
 
-def assert_frozen(*handles: Verifiable) -> None:
+def assert_frozen(*handles: Verified) -> None:
     """Prove that nothing moved since these were frozen.
 
     Args:
@@ -176,12 +215,8 @@ def assert_frozen(*handles: Verifiable) -> None:
         handle.verify()
 
 
-def check_unmoved(
-    name: str, tensor: torch.Tensor, region: FrozenRegion, then: Fingerprint, how: str = ""
-) -> Fingerprint:
+def _check_unmoved(name: str, tensor: torch.Tensor, region: FrozenRegion, then: Fingerprint, how: str) -> Fingerprint:
     """Compare frozen elements with their fingerprint, and return the one to compare with next time."""
-    # That is a new one if the tensor was converted to another dtype since, because that rounds on purpose. `how` says
-    # what computes the tensor, if it is not a parameter.
     values = region.gather(local_part(tensor.detach()))
     if values.numel() != then.count:
         raise FrozenMovedError(
@@ -189,25 +224,20 @@ def check_unmoved(
             why="another tensor was put in its place.",
             fix="handle = gg.freeze(model)   # again: the new tensor is not frozen",
         )
-    if values.dtype is not then.dtype:
+    if values.dtype is not then.dtype:  # converted since, which rounds on purpose
         return fingerprint(values)
     moved = then.moved(values)
     if moved is None:
         return then
-    start, stop = ((list(_place(tensor, region, number))) for number in (moved.first, moved.last))
+    start, stop = (list(_place(tensor, region, number)) for number in (moved.first, moved.last))
+    what = f"{name}{start} to {name}{stop} are frozen, and several of them moved."
     if moved.before is not None:
         now = values[moved.first].item()
         what = f"{name}{start or ''} is frozen and moved: it was {moved.before!r} and is {now!r}."
-    else:
-        what = f"{name}{start} to {name}{stop} are frozen, and several of them moved."
     updates = "a home-made update, .data, or a loaded state"
-    raise FrozenMovedError(
-        what,
-        why=f"{how} computes it anew."
-        if how
-        else f"something wrote to it that is no step of a torch.optim.Optimizer: {updates}.",
-        fix="handle.accept()   # if the new values are meant, as after load_state_dict",
-    )
+    why = f"something wrote to it that is no step of a torch.optim.Optimizer: {updates}."
+    fix = "handle.accept()   # if the new values are meant, as after load_state_dict"
+    raise FrozenMovedError(what, why=f"{how} computes it anew." if how else why, fix=fix)
 
 
 def _place(tensor: torch.Tensor, region: FrozenRegion, number: int) -> tuple[int, ...]:
@@ -217,16 +247,6 @@ def _place(tensor: torch.Tensor, region: FrozenRegion, number: int) -> tuple[int
         return place
     numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
     return tuple(int(i) for i in torch.unravel_index(sharded_like(tensor, numbers)[place], tensor.shape))
-
-
-def check_not_computed(name: str, how: str, accepted: str) -> None:
-    """Raise if something computes a frozen tensor that did not when it was frozen or accepted."""
-    if how != accepted and how:
-        raise FrozenMovedError(
-            f"{name} is frozen, but {how} was applied to it since and now computes the values that the layer uses.",
-            why="the frozen parameter rests, and what is computed from it does not.",
-            fix="handle.accept()   # if that is meant; else remove it, or freeze after it was applied",
-        )
 
 
 # --- What computes a tensor that was a parameter ----------------------------------------------------------------------
