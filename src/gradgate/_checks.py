@@ -73,7 +73,7 @@ def check_fits(tensor: torch.Tensor, x: torch.Tensor, *, name: str, function: st
             why="moving it here would copy in every call.",
             fix=f"{name}={name}.to({str(x.device)!r})",
         )
-    if tensor.shape != x.shape and not _broadcasts_to(tensor.shape, x.shape):
+    if tensor.shape != x.shape and not broadcasts_to(tensor.shape, x.shape):
         raise ArgumentValueError(
             f"{function}(): `{name}` has shape {tuple(tensor.shape)}, "
             f"which does not broadcast to x of shape {tuple(x.shape)}.",
@@ -83,7 +83,7 @@ def check_fits(tensor: torch.Tensor, x: torch.Tensor, *, name: str, function: st
     return tensor
 
 
-def _broadcasts_to(small: torch.Size, large: torch.Size) -> bool:
+def broadcasts_to(small: torch.Size, large: torch.Size) -> bool:
     missing = len(large) - len(small)
     return missing >= 0 and all(map(_is_one_or, small, large[missing:]))
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from gradgate._checks import check_fits, check_keep, check_tensor
+from gradgate._checks import broadcasts_to, check_fits, check_keep, check_tensor, wrong_type, wrong_value
 from gradgate._names import describe
-from gradgate._torch_private import is_traced
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.gates._gate_nodes import put_rule, swap
-from gradgate.gates._rules import Chosen, Clip, Finite, GateMeter, Mask, Rule, Scale, Whole
+from gradgate.gates._rules import Chosen, Clip, Finite, GateMeter, Mask, Scale, Whole
 
 Keep = bool | torch.Tensor | Callable[[torch.Tensor], torch.Tensor | bool]
 """Where a gradient flows: yes or no, a boolean tensor, or a function of the gradient that returns either."""
@@ -50,12 +49,9 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
         tensor([2., 0., 3.])
     """
     check_tensor(x, name="x", function="gate")
-    if isinstance(keep, bool):
-        return _put_rule(x, Whole(keep), None, meter, "gate")
-    if callable(keep):
-        return _put_rule(x, Chosen(keep), None, meter, "gate")
-    check_keep(keep, x, function="gate")
-    return _put_rule(x, Mask(keep), keep, meter, "gate")
+    check_answer(keep, x, "keep", "gate")
+    rule = Whole(keep) if isinstance(keep, bool) else Mask(keep) if isinstance(keep, torch.Tensor) else Chosen(keep)
+    return put_rule(x, rule, meter, "gate", operand=keep)
 
 
 def scale_grad(x: torch.Tensor, factor: float | torch.Tensor, *, meter: GateMeter | None = None) -> torch.Tensor:
@@ -156,29 +152,16 @@ def clip_grad(
         tensor([0.6000, 0.8000])
     """
     check_tensor(x, name="x", function="clip_grad")
-    for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
-        if limit is not None:
-            check_limit(limit, name=name)
+    check_limit(max_norm, x, "max_norm", "clip_grad")
+    check_limit(max_value, x, "max_value", "clip_grad")
+    check_per_sample(per_sample, x, "per_sample", "clip_grad")
     if max_norm is None and max_value is None:
         raise ArgumentValueError(
             "clip_grad(): neither `max_norm` nor `max_value` is given.",
             why="there is nothing to limit.",
             fix="gg.clip_grad(x, max_norm=1.0)",
         )
-    if max_value is not None and x.is_complex():
-        raise ArgumentValueError(
-            f"clip_grad(): `max_value` for {describe(x)}.",
-            why="complex numbers have no order to clip them by.",
-            fix=f"gg.clip_grad(x, max_norm={max_value})",
-        )
-    check_per_sample(per_sample)
-    if per_sample and x.dim() == 0:
-        raise ArgumentValueError(
-            "clip_grad(): `per_sample` for a tensor without dimensions.",
-            why="samples lie along the first dimension.",
-            fix="per_sample=False",
-        )
-    return _put_rule(x, Clip(max_norm, max_value, per_sample), None, meter, "clip_grad")
+    return put_rule(x, Clip(max_norm, max_value, per_sample), meter, "clip_grad")
 
 
 def finite_grad(x: torch.Tensor, fill_value: float = 0.0, *, meter: GateMeter | None = None) -> torch.Tensor:
@@ -209,8 +192,8 @@ def finite_grad(x: torch.Tensor, fill_value: float = 0.0, *, meter: GateMeter | 
         (tensor([0., 0.]), 2)
     """
     check_tensor(x, name="x", function="finite_grad")
-    check_fill_value(fill_value, x)
-    return _put_rule(x, Finite(fill_value), None, meter, "finite_grad")
+    check_fill_value(fill_value, x, "fill_value", "finite_grad")
+    return put_rule(x, Finite(fill_value), meter, "finite_grad")
 
 
 def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
@@ -241,49 +224,50 @@ def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
     """
     check_tensor(hard, name="hard", function="straight_through")
     check_tensor(soft, name="soft", function="straight_through")
-    check_pair(hard, soft)
-    return swap(hard, soft, "straight_through")
+    error: type[ArgumentTypeError | ArgumentValueError] = ArgumentValueError
+    floating = soft.is_floating_point() or soft.is_complex()
+    if hard.dtype != soft.dtype or not floating:
+        error, fix = ArgumentTypeError, "gg.straight_through(hard.to(soft.dtype), soft)" if floating else ""
+    elif hard.shape != soft.shape:
+        fits = broadcasts_to(hard.shape, soft.shape)
+        fix = "gg.straight_through(hard.expand_as(soft), soft)" if fits else ""
+    elif hard.device != soft.device:
+        fix = "gg.straight_through(hard.to(soft.device), soft)"
+    else:
+        return swap(hard, soft, "straight_through")
+    raise error(
+        f"straight_through(): `hard` is {describe(hard)}, `soft` is {describe(soft)}.",
+        why="the gradient of one becomes that of the other, so both have one floating dtype, one shape and one device.",
+        fix=fix,
+    )
 
 
 def _scale(
     x: torch.Tensor, factor: float | torch.Tensor, sign: int, meter: GateMeter | None, name: str, function: str
 ) -> torch.Tensor:
-    if type(x) is not torch.Tensor:
-        check_tensor(x, name="x", function=function)
-    if type(factor) is not float or not -math.inf < factor < math.inf:
-        check_factor(factor, x, name=name, function=function)
+    check_tensor(x, name="x", function=function)
+    check_factor(factor, x, name, function)
     if isinstance(factor, torch.Tensor) and not factor.is_floating_point():
         factor = factor.float()  # the negative of an unsigned integer is no integer of its kind
-    if sign == -1:
-        factor = -factor
-    return _put_rule(x, Scale(factor), factor if isinstance(factor, torch.Tensor) else None, meter, function)
+    factor = factor if sign == 1 else -factor
+    return put_rule(x, Scale(factor), meter, function, operand=factor)
 
 
-def _put_rule(
-    x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None, function: str
-) -> torch.Tensor:
-    if meter is not None:
-        check_meter(meter, function=function)
-    return put_rule(x, rule, operand, meter, function)
+# --- Checks of their arguments: each takes the value, x, and the names of the argument and of the function ----------
 
 
-# --- Checks of their arguments --------------------------------------------------------------------------------------
+def check_answer(keep: Any, x: torch.Tensor, name: str, function: str) -> None:
+    if not isinstance(keep, bool) and not callable(keep):
+        check_keep(keep, x, name=name, function=function)
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a plain real number; True and False are answers, not numbers."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> None:
+def check_factor(factor: Any, x: torch.Tensor, name: str, function: str) -> None:
     """Check that a factor is a finite number, or a real tensor that fits x and requires no gradient."""
+    why = "a gradient is multiplied by a real number or a tensor of them; yes or no is the question of gg.gate."
     if isinstance(factor, torch.Tensor):
         if factor.dtype is torch.bool or factor.is_complex():
-            raise ArgumentTypeError(
-                f"{function}(): `{name}` is {describe(factor)}.",
-                why="a gradient is multiplied by real numbers; yes or no is the question of gg.gate.",
-                fix=f"gg.gate(x, {name})" if factor.dtype is torch.bool else f"{name}={name}.real",
-            )
+            fix = f"gg.gate(x, {name})" if factor.dtype is torch.bool else f"{name}={name}.real"
+            raise wrong_type(factor, name, function, why, fix)
         if factor.requires_grad:
             raise ArgumentValueError(
                 f"{function}(): `{name}` requires grad.",
@@ -291,18 +275,52 @@ def check_factor(factor: Any, x: torch.Tensor, *, name: str, function: str) -> N
                 fix=f"{name}={name}.detach()",
             )
         check_fits(factor, x, name=name, function=function)
-    elif not is_number(factor):
-        raise ArgumentTypeError(
-            f"{function}(): `{name}` is {describe(factor)}.",
-            why="a gradient is multiplied by a real number or a tensor of them.",
-            fix=f"gg.gate(x, {factor})" if isinstance(factor, bool) else _as_number(factor, name),
-        )
+    elif not _is_number(factor):
+        fix = f"gg.gate(x, {factor})" if isinstance(factor, bool) else _as_number(factor, name)
+        raise wrong_type(factor, name, function, why, fix)
     elif not -math.inf < factor < math.inf:  # torch.compile cannot ask math.isfinite of a number that changes
+        raise wrong_value(factor, name, function, "it would make every gradient NaN or infinite.", f"{name}=1.0")
+
+
+def check_limit(limit: Any, x: torch.Tensor, name: str, function: str) -> None:
+    if limit is None:
+        return
+    if not _is_number(limit):
+        raise wrong_type(limit, name, function, "a limit is a plain number.", _as_number(limit, name))
+    if not limit > 0:
+        why = "a limit is positive; to let nothing through there is gg.gate."
+        raise wrong_value(limit, name, function, why, "gg.gate(x, False)" if limit == 0 else f"{name}=1.0")
+    if name == "max_value" and x.is_complex():
         raise ArgumentValueError(
-            f"{function}(): `{name}` is {factor}.",
-            why="it would make every gradient NaN or infinite.",
-            fix=f"{name}=1.0",
+            f"{function}(): `max_value` for {describe(x)}.",
+            why="complex numbers have no order to clip them by.",
+            fix=f"gg.clip_grad(x, max_norm={limit})",
         )
+
+
+def check_per_sample(per_sample: Any, x: torch.Tensor, name: str, function: str) -> None:
+    if not isinstance(per_sample, bool):
+        raise wrong_type(per_sample, name, function, "it is True or False.", "per_sample=True")
+    if per_sample and x.dim() == 0:
+        raise ArgumentValueError(
+            f"{function}(): `per_sample` for a tensor without dimensions.",
+            why="samples lie along the first dimension.",
+            fix="per_sample=False",
+        )
+
+
+def check_fill_value(fill_value: Any, x: torch.Tensor, name: str, function: str) -> None:
+    if not _is_number(fill_value):
+        raise wrong_type(fill_value, name, function, "it is a plain number.", "fill_value=0.0")
+    floating = x.is_floating_point() or x.is_complex()
+    if not abs(fill_value) <= (torch.finfo(x.dtype) if floating else torch.finfo()).max:
+        why = f"what replaces a non-finite gradient of {str(x.dtype).removeprefix('torch.')} has to be finite itself."
+        raise wrong_value(fill_value, name, function, why, "fill_value=0.0")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a plain real number; True and False are answers, not numbers."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _as_number(value: Any, name: str) -> str:
@@ -311,82 +329,3 @@ def _as_number(value: Any, name: str) -> str:
     except (TypeError, ValueError, RuntimeError):
         number = 1.0
     return f"{name}={number if math.isfinite(number) else 1.0}"
-
-
-def check_limit(limit: Any, *, name: str, function: str = "clip_grad") -> None:
-    if not is_number(limit):
-        raise ArgumentTypeError(
-            f"{function}(): `{name}` is {describe(limit)}.",
-            why="a limit is a plain number.",
-            fix=_as_number(limit, name),
-        )
-    if not limit > 0:
-        raise ArgumentValueError(
-            f"{function}(): `{name}` is {limit}.",
-            why="a limit is positive; to let nothing through there is gg.gate.",
-            fix="gg.gate(x, False)" if limit == 0 else f"{name}=1.0",
-        )
-
-
-def check_per_sample(per_sample: Any, *, function: str = "clip_grad") -> None:
-    if not isinstance(per_sample, bool):
-        raise ArgumentTypeError(
-            f"{function}(): `per_sample` is {describe(per_sample)}.", why="it is True or False.", fix="per_sample=True"
-        )
-
-
-def check_fill_value(fill_value: Any, x: torch.Tensor, *, function: str = "finite_grad") -> None:
-    if not is_number(fill_value):
-        raise ArgumentTypeError(
-            f"{function}(): `fill_value` is {describe(fill_value)}.", why="it is a plain number.", fix="fill_value=0.0"
-        )
-    floating = x.is_floating_point() or x.is_complex()
-    if not abs(fill_value) <= (torch.finfo(x.dtype).max if floating else math.inf) or math.isinf(fill_value):
-        raise ArgumentValueError(
-            f"{function}(): `fill_value` is {fill_value}, x is {str(x.dtype).removeprefix('torch.')}.",
-            why="what replaces a non-finite gradient has to be finite itself.",
-            fix="fill_value=0.0",
-        )
-
-
-def check_meter(meter: Any, *, function: str) -> None:
-    if not isinstance(meter, GateMeter):
-        raise ArgumentTypeError(
-            f"{function}(): `meter` is {describe(meter)}.",
-            why="what counts is a gg.GateMeter that you keep and read.",
-            fix="meter=gg.GateMeter()",
-        )
-    if is_traced():
-        raise ArgumentValueError(
-            f"{function}(): a meter cannot count inside torch.compile or torch.func.",
-            why="counting is a side effect, and a traced function has none.",
-            fix="meter=None",
-        )
-
-
-def check_pair(hard: torch.Tensor, soft: torch.Tensor) -> None:
-    if hard.dtype != soft.dtype or not (soft.is_floating_point() or soft.is_complex()):
-        raise ArgumentTypeError(
-            f"straight_through(): `hard` is {describe(hard)}, `soft` is {describe(soft)}.",
-            why="the gradient of the one becomes the gradient of the other, so both have one floating dtype.",
-            fix="gg.straight_through(hard.to(soft.dtype), soft)"
-            if soft.is_floating_point() or soft.is_complex()
-            else "",
-        )
-    if hard.shape != soft.shape:
-        raise ArgumentValueError(
-            f"straight_through(): `hard` has shape {tuple(hard.shape)}, `soft` has shape {tuple(soft.shape)}.",
-            why="each element of soft takes the gradient of exactly one element of hard.",
-            fix="gg.straight_through(hard.expand_as(soft), soft)" if _expands(hard, soft) else "",
-        )
-    if hard.device != soft.device:
-        raise ArgumentValueError(
-            f"straight_through(): `hard` is on {hard.device}, `soft` is on {soft.device}.",
-            why="moving one here would copy in every call.",
-            fix="gg.straight_through(hard.to(soft.device), soft)",
-        )
-
-
-def _expands(hard: torch.Tensor, soft: torch.Tensor) -> bool:
-    missing = soft.dim() - hard.dim()
-    return missing >= 0 and all(a in (1, b) for a, b in zip(hard.shape, soft.shape[missing:], strict=True))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradgate._checks import wrong_type
 from gradgate._torch_private import (
     bound_apply,
     inside_forward_mode,
@@ -25,7 +26,7 @@ from gradgate._torch_private import (
     without_copy,
     write_count,
 )
-from gradgate.errors import ArgumentError, GradgateError
+from gradgate.errors import ArgumentError, ArgumentValueError, GradgateError
 from gradgate.gates._rules import LOW_PRECISION, GateMeter, Mask, Rule, Scale, Whole, on_stored_values
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -33,15 +34,23 @@ Treatment = Callable[[Gradients], Gradients]
 """What autograd calls in backward: `treated` with everything but the gradients."""
 
 
-def put_rule(
-    x: torch.Tensor, rule: Rule, operand: torch.Tensor | None, meter: GateMeter | None, function: str
-) -> torch.Tensor:
-    """Return x with a rule for its gradient; only the values where no gradient will come."""
+def put_rule(x: torch.Tensor, rule: Rule, meter: GateMeter | None, function: str, operand: Any = None) -> torch.Tensor:
+    """Return x with a rule for its gradient, which `operand` belongs to; only the values where none will come."""
+    if meter is not None and not isinstance(meter, GateMeter):
+        why = "what counts is a gg.GateMeter that you keep and read."
+        raise wrong_type(meter, "meter", function, why, "meter=gg.GateMeter()")
     if is_traced():
+        if meter is not None:
+            raise ArgumentValueError(
+                f"{function}(): a meter cannot count inside torch.compile or torch.func.",
+                why="counting is a side effect, and a traced function has none.",
+                fix="meter=None",
+            )
         return _put_traced(x, rule, function)
     if not (x.requires_grad and torch.is_grad_enabled()):
         # Not x itself: an in-place operation that follows must not do in evaluation what it does not do in training.
         return _values(x) if x.is_floating_point() or x.is_complex() else x
+    operand = operand if isinstance(operand, torch.Tensor) else None
     treatment = partial(treated, rule, operand, 0 if operand is None else write_count(operand), meter)
     if isinstance(rule, Whole) and not rule.keep:
         if meter is None:

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradgate._checks import check_keep
 from gradgate._names import describe
 from gradgate._torch_private import SettingsModule
 from gradgate.errors import ArgumentTypeError
 from gradgate.gates._functions import (
     Keep,
+    check_answer,
     check_factor,
     check_fill_value,
     check_limit,
@@ -32,6 +32,7 @@ class GateModule(SettingsModule):
     # Tensors among them are no buffers: DistributedDataParallel would overwrite each rank's mask by that of rank 0.
 
     settings: ClassVar[tuple[str, ...]] = ()
+    function: ClassVar[Callable[..., torch.Tensor]]
 
     def __init__(self, meter: GateMeter | None, save: bool) -> None:
         super().__init__()
@@ -39,9 +40,14 @@ class GateModule(SettingsModule):
         self.save = save
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.settings:  # also of a setting that is changed while training
-            _check_setting(name, value, type(self).__name__)
+        if name in self.settings:  # also of a setting that is changed while training, as far as it goes without x
+            like = value if isinstance(value, torch.Tensor) else torch.zeros(1, dtype=torch.float64)
+            _CHECKS[name](value, like, name, type(self).__name__)
         super().__setattr__(name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        settings = {name: getattr(self, name) for name in self.settings}
+        return type(self).function(x, **settings, meter=self.meter)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={_shown(getattr(self, name))}" for name in self.settings)
@@ -75,20 +81,15 @@ class GateModule(SettingsModule):
                 setattr(self, name, saved.item() if saved.dim() == 0 else saved.detach().clone())
 
 
-def _check_setting(name: str, value: Any, function: str) -> None:
-    """Check a setting as far as that can be done without x."""
-    like = value if isinstance(value, torch.Tensor) else torch.zeros((), dtype=torch.float64)
-    if name in ("factor", "strength"):
-        check_factor(value, like, name=name, function=function)
-    elif name == "fill_value":
-        check_fill_value(value, like, function=function)
-    elif name == "per_sample":
-        check_per_sample(value, function=function)
-    elif name == "keep":
-        if not isinstance(value, bool) and not callable(value):
-            check_keep(value, like, function=function)
-    elif value is not None:
-        check_limit(value, name=name, function=function)
+_CHECKS = {
+    "keep": check_answer,
+    "factor": check_factor,
+    "strength": check_factor,
+    "max_norm": check_limit,
+    "max_value": check_limit,
+    "per_sample": check_per_sample,
+    "fill_value": check_fill_value,
+}
 
 
 def _shown(value: object) -> str:
@@ -114,13 +115,11 @@ class Gate(GateModule):
     """
 
     settings = ("keep",)
+    function = staticmethod(gate)
 
     def __init__(self, keep: Keep = True, *, meter: GateMeter | None = None, save: bool = False) -> None:
         super().__init__(meter, save)
         self.keep = keep
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gate(x, self.keep, meter=self.meter)
 
 
 class ScaleGrad(GateModule):
@@ -138,13 +137,11 @@ class ScaleGrad(GateModule):
     """
 
     settings = ("factor",)
+    function = staticmethod(scale_grad)
 
     def __init__(self, factor: float | torch.Tensor, *, meter: GateMeter | None = None, save: bool = False) -> None:
         super().__init__(meter, save)
         self.factor = factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return scale_grad(x, self.factor, meter=self.meter)
 
 
 class ReverseGrad(GateModule):
@@ -164,15 +161,13 @@ class ReverseGrad(GateModule):
     """
 
     settings = ("strength",)
+    function = staticmethod(reverse_grad)
 
     def __init__(
         self, strength: float | torch.Tensor = 1.0, *, meter: GateMeter | None = None, save: bool = False
     ) -> None:
         super().__init__(meter, save)
         self.strength = strength
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return reverse_grad(x, self.strength, meter=self.meter)
 
 
 class ClipGrad(GateModule):
@@ -191,6 +186,7 @@ class ClipGrad(GateModule):
     """
 
     settings = ("max_norm", "max_value", "per_sample")
+    function = staticmethod(clip_grad)
 
     def __init__(
         self,
@@ -205,11 +201,6 @@ class ClipGrad(GateModule):
         self.max_norm = max_norm
         self.max_value = max_value
         self.per_sample = per_sample
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return clip_grad(
-            x, max_norm=self.max_norm, max_value=self.max_value, per_sample=self.per_sample, meter=self.meter
-        )
 
 
 class FiniteGrad(GateModule):
@@ -226,10 +217,8 @@ class FiniteGrad(GateModule):
     """
 
     settings = ("fill_value",)
+    function = staticmethod(finite_grad)
 
     def __init__(self, fill_value: float = 0.0, *, meter: GateMeter | None = None, save: bool = False) -> None:
         super().__init__(meter, save)
         self.fill_value = fill_value
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return finite_grad(x, self.fill_value, meter=self.meter)
