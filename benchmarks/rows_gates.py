@@ -7,7 +7,7 @@ from torch import nn
 
 import gradgate as gg
 from benchmarks.harness import Row
-from gradgate.gates._rules import Mask
+from gradgate.gates._rules import Scale
 
 
 class _CopiedReversal(torch.autograd.Function):
@@ -102,7 +102,7 @@ def mask_a_gradient():
     """A gradient of a million elements meets a random mask."""
     gradient = torch.randn(1024, 1024)
     keep = torch.rand(1024, 1024) > 0.3
-    rule = Mask(keep)
+    rule = Scale(keep)
     without_recording = torch.no_grad()
 
     def ours():
@@ -122,7 +122,7 @@ def mask_rows_of_a_gradient():
     """The same with one answer for each row."""
     gradient = torch.randn(1024, 1024)
     keep = torch.rand(1024, 1) > 0.3
-    rule = Mask(keep)
+    rule = Scale(keep)
     without_recording = torch.no_grad()
 
     def ours():

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradgate as gg
-from gradgate.gates._rules import Mask
+from gradgate.gates._rules import Scale
 
 NAN, INF = float("nan"), float("inf")
 
@@ -26,7 +26,7 @@ def test_gradients_of_eight_bits_are_masked_too(dtype):
     with torch.no_grad():
         gradient = torch.tensor([1.0, NAN, 2.0]).to(dtype)
         keep = torch.tensor([True, False, True])
-        masked = Mask(keep)(gradient)
+        masked = Scale(keep)(gradient)
     assert keep.tolist() == [True, False, True]
     assert masked.dtype is dtype
     assert masked.float().tolist() == [1, 0, 2]
@@ -35,7 +35,7 @@ def test_gradients_of_eight_bits_are_masked_too(dtype):
 def test_the_fast_way_asks_nothing_of_the_host():
     with FakeTensorMode(), torch.no_grad():
         gradient = torch.ones(4, 3)
-        assert Mask(torch.ones(4, 1, dtype=torch.bool))(gradient).shape == (4, 3)
+        assert Scale(torch.ones(4, 1, dtype=torch.bool))(gradient).shape == (4, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -45,7 +45,7 @@ def test_masks_of_many_blocks(dtype):
     gradient[~keep] = NAN
     before = keep.clone()
     with torch.no_grad():
-        assert torch.equal(Mask(keep)(gradient), torch.where(keep, gradient, 0))
+        assert torch.equal(Scale(keep)(gradient), torch.where(keep, gradient, 0))
     assert torch.equal(keep, before)
 
 

@@ -12,7 +12,7 @@ from gradgate._checks import broadcasts_to, check_fits, check_keep, check_tensor
 from gradgate._names import describe
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.gates._gate_nodes import put_rule, swap
-from gradgate.gates._rules import Chosen, Clip, Finite, GateMeter, Mask, Scale, Whole
+from gradgate.gates._rules import Chosen, Clip, Finite, GateMeter, Scale
 
 Keep = bool | torch.Tensor | Callable[[torch.Tensor], torch.Tensor | bool]
 """Where a gradient flows: yes or no, a boolean tensor, or a function of the gradient that returns either."""
@@ -50,8 +50,7 @@ def gate(x: torch.Tensor, keep: Keep, *, meter: GateMeter | None = None) -> torc
     """
     check_tensor(x, name="x", function="gate")
     check_answer(keep, x, "keep", "gate")
-    rule = Whole(keep) if isinstance(keep, bool) else Mask(keep) if isinstance(keep, torch.Tensor) else Chosen(keep)
-    return put_rule(x, rule, meter, "gate", operand=keep)
+    return put_rule(x, Chosen(keep) if callable(keep) else Scale(keep), meter, "gate")
 
 
 def scale_grad(x: torch.Tensor, factor: float | torch.Tensor, *, meter: GateMeter | None = None) -> torch.Tensor:
@@ -249,8 +248,7 @@ def _scale(
     check_factor(factor, x, name, function)
     if isinstance(factor, torch.Tensor) and not factor.is_floating_point():
         factor = factor.float()  # the negative of an unsigned integer is no integer of its kind
-    factor = factor if sign == 1 else -factor
-    return put_rule(x, Scale(factor), meter, function, operand=factor)
+    return put_rule(x, Scale(factor if sign == 1 else -factor), meter, function)
 
 
 # --- Checks of their arguments: each takes the value, x, and the names of the argument and of the function ----------

@@ -128,33 +128,31 @@ class Rule:
 
 
 @dataclass(slots=True)
-class Whole(Rule):
-    """All of the gradient, or nothing at all."""
+class Scale(Rule):
+    """The gradient times a number, a mask or a tensor, and exactly +0.0 where that is 0; False lets nothing through."""
 
-    keep: bool
+    factor: bool | float | torch.Tensor
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return gradient if self.keep else None
+        factor = self.factor
+        if isinstance(factor, torch.Tensor):
+            if factor.dtype is torch.bool:
+                return _masked(gradient, factor)
+            return _masked((gradient * factor).to(gradient.dtype), factor != 0)
+        if factor is False:
+            return None
+        if factor == 1:
+            return gradient
+        return torch.zeros_like(gradient) if factor == 0 else gradient * factor
 
-    def stopped(self, gradient: torch.Tensor) -> int:
-        return 0 if self.keep else gradient.numel()
+    def stopped(self, gradient: torch.Tensor) -> torch.Tensor | int:
+        """Count where the factor is 0, each as often as it is broadcast."""
+        if isinstance(self.factor, torch.Tensor):
+            return (self.factor == 0).count_nonzero() * (gradient.numel() // max(self.factor.numel(), 1))
+        return gradient.numel() if self.factor == 0 else 0
 
-
-@dataclass(slots=True)
-class Mask(Rule):
-    """The gradient where keep, and +0.0 elsewhere."""
-
-    keep: torch.Tensor
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        return _masked(gradient, self.keep)
-
-    def stopped(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Count where keep is False, each as often as it is broadcast."""
-        return self.keep.logical_not().count_nonzero() * (gradient.numel() // max(self.keep.numel(), 1))
-
-    def at(self, rows: torch.Tensor, shape: torch.Size) -> Mask:
-        return Mask(self.keep.expand(shape)[rows])
+    def at(self, rows: torch.Tensor, shape: torch.Size) -> Scale:
+        return Scale(self.factor.expand(shape)[rows]) if isinstance(self.factor, torch.Tensor) else self
 
 
 @dataclass(slots=True)
@@ -165,31 +163,9 @@ class Chosen(Rule):
 
     def settled(self, gradient: torch.Tensor) -> Rule:
         keep = self.keep(_constant(gradient))
-        if isinstance(keep, bool):
-            return Whole(keep)
-        return Mask(check_keep(keep, gradient, name="keep(grad)", function="gate"))
-
-
-@dataclass(slots=True)
-class Scale(Rule):
-    """The gradient times a number or a tensor; where that is 0, exactly 0."""
-
-    factor: float | torch.Tensor
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.factor, torch.Tensor):
-            return _masked((gradient * self.factor).to(gradient.dtype), self.factor != 0)
-        if self.factor == 1:
-            return gradient
-        return torch.zeros_like(gradient) if self.factor == 0 else gradient * self.factor
-
-    def stopped(self, gradient: torch.Tensor) -> torch.Tensor | int:
-        if isinstance(self.factor, torch.Tensor):
-            return Mask(self.factor != 0).stopped(gradient)
-        return gradient.numel() if self.factor == 0 else 0
-
-    def at(self, rows: torch.Tensor, shape: torch.Size) -> Scale:
-        return Scale(self.factor.expand(shape)[rows]) if isinstance(self.factor, torch.Tensor) else self
+        if not isinstance(keep, bool):
+            check_keep(keep, gradient, name="keep(grad)", function="gate")
+        return Scale(keep)
 
 
 @dataclass(slots=True)
