@@ -19,7 +19,9 @@ collect_ignore = [f"src/gradgate/integrations/{name}.py" for name in FRAMEWORKS 
 # What a test sees does not hang on the terminal or the shell that it was started from.
 for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "PYTHONWARNINGS", "PYTHONIOENCODING"):
     os.environ.pop(name, None)
-os.environ.pop("PYTHONUNBUFFERED", None)  # containers have it, people do not
+# Containers have these, people do not; without bytecode, every process that a test starts compiles the library again.
+for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+    os.environ.pop(name, None)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and whatever it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -51,20 +51,16 @@ def usable(*tensors: torch.Tensor) -> bool:
     return not is_traced() and library is not None and are_plain(tensors)
 
 
-class Layout(NamedTuple):
+class Layout(_native.Input):
     """How a kernel sees a tensor: x as it lies in (outer, reduced, inner), the mask likewise.
 
     Without a mask, the elements that equal `value` are left out; NaN equals NaN.
     """
 
-    x: torch.Tensor
-    shape: Shape
-    mask: torch.Tensor | None
-    value: float = math.nan
-
-    def described(self) -> Any:
-        """Give the struct that a kernel reads."""
-        x, shape, mask, value = self
+    def __init__(
+        self, x: torch.Tensor, shape: Shape, mask: torch.Tensor | None = None, value: float = math.nan
+    ) -> None:
+        self.tensor, self.keep = x, mask  # which have the memory that a kernel reads
         code, whole = _CODES[x.dtype], 0
         if value == value and code >= 2:
             if x.dtype.is_floating_point:
@@ -72,7 +68,7 @@ class Layout(NamedTuple):
             else:
                 whole = int(value)
         start = None if mask is None else address_of(mask)
-        return _native.Input(address_of(x), start, *shape, value, whole, code, torch.get_num_threads())
+        super().__init__(address_of(x), start, *shape, value, whole, code, torch.get_num_threads())
 
 
 def address_of(x: torch.Tensor) -> int:
@@ -88,14 +84,14 @@ def _made(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def valid(x: torch.Tensor, keep: torch.Tensor | None, value: float) -> torch.Tensor:
     """Give the mask of what is kept and is not the value; x and keep are contiguous and of one shape."""
     mask = _made(x.shape, torch.bool)
-    library.valid(Layout(x, (1, x.numel(), 1), keep, value).described(), mask.data_ptr())
+    library.valid(Layout(x, (1, x.numel(), 1), keep, value), mask.data_ptr())
     return mask
 
 
 def count(mask: torch.Tensor, shape: Shape, out_shape: Sequence[int]) -> torch.Tensor:
     """Count what a contiguous mask keeps of each slice."""
     number, total = _made(out_shape, torch.int64), _made(out_shape, torch.int64)
-    _fold(Layout(mask.view(torch.uint8), shape, mask).described(), _ELEMENTS, total, number)
+    _fold(Layout(mask.view(torch.uint8), shape, mask), _ELEMENTS, total, number)
     return number
 
 
@@ -109,15 +105,15 @@ class Sums(NamedTuple):
 
 def sums(layout: Layout, out_shape: Sequence[int], *, mean: bool = False, counted: bool = True) -> Sums:
     """Add up what is kept of each slice, or give its mean; in float32 for halves, and int64 for integers."""
-    dtype = _COMPUTED[layout.x.dtype]
+    dtype = _COMPUTED[layout.tensor.dtype]
     total = _made(out_shape, dtype)
     number = _made(out_shape, torch.int64) if counted or dtype is torch.int64 else None
-    empty = _fold(layout.described(), _ELEMENTS, total, number, correction=mean - 1)
+    empty = _fold(layout, _ELEMENTS, total, number, correction=mean - 1)
     return Sums(total, number, empty)
 
 
 def _fold(
-    described: Any,
+    layout: Layout,
     op: int,
     out: torch.Tensor,
     number: torch.Tensor | None = None,
@@ -127,7 +123,7 @@ def _fold(
 ) -> int:
     """Reduce what is kept of each slice; the sums are divided by the numbers less the correction if that is not < 0."""
     empty: int = library.fold(
-        described,
+        layout,
         op,
         None if own is None else address_of(own),
         correction,
@@ -146,42 +142,43 @@ def squares(
 
     The sums are divided by the numbers less the correction, unless that is negative.
     """
-    if layout.mask is None:
-        layout = layout._replace(mask=valid(layout.x, None, layout.value))
-    found, mean, first = (_made(out_shape, _COMPUTED[layout.x.dtype]) for _ in range(3))
-    number, described = _made(out_shape, torch.int64), layout.described()
+    if layout.keep is None:
+        x, shape = layout.tensor, (layout.outer, layout.reduced, layout.inner)
+        layout = Layout(x, shape, valid(x, None, layout.value))
+    found, mean, first = (_made(out_shape, _COMPUTED[layout.tensor.dtype]) for _ in range(3))
+    number = _made(out_shape, torch.int64)
     # Counted from one of the elements, the mean is so exact that equal values have no spread, however large they are.
-    library.first(described, first.data_ptr())
-    _fold(described, _DIFFERENCES, mean, number, own=first, correction=0)
+    library.first(layout, first.data_ptr())
+    _fold(layout, _DIFFERENCES, mean, number, own=first, correction=0)
     mean += first
-    _fold(described, _SQUARES, found, own=mean, correction=correction)
+    _fold(layout, _SQUARES, found, own=mean, correction=correction)
     return found, mean, number
 
 
 def extreme(layout: Layout, out_shape: Sequence[int], *, largest: bool) -> tuple[torch.Tensor, int]:
     """Give the largest or smallest kept element of each slice, and how many slices may keep nothing."""
-    out = _made(out_shape, _COMPUTED[layout.x.dtype])
-    return out, _fold(layout.described(), _LARGEST if largest else _SMALLEST, out)
+    out = _made(out_shape, _COMPUTED[layout.tensor.dtype])
+    return out, _fold(layout, _LARGEST if largest else _SMALLEST, out)
 
 
 def ties(layout: Layout, found: torch.Tensor) -> torch.Tensor:
     """Count, in the dtype of `found`, how many kept elements equal what was found in their slice."""
     out = torch.empty_like(found)
-    _fold(layout.described(), _EQUALS, out, own=found)
+    _fold(layout, _EQUALS, out, own=found)
     return out
 
 
 def find(layout: Layout, found: torch.Tensor) -> torch.Tensor:
     """Give the first kept element of each slice that equals what was found in it; -1 if there is none."""
     index = _made(found.shape, torch.int64)
-    library.find(layout.described(), address_of(found), index.data_ptr())
+    library.find(layout, address_of(found), index.data_ptr())
     return index
 
 
 def logsumexp(layout: Layout, out_shape: Sequence[int]) -> torch.Tensor:
     """Give the logarithm of the sum of exponentials of each slice; -inf for nothing."""
-    out = _made(out_shape, _COMPUTED[layout.x.dtype])
-    if library.logsumexp(layout.described(), out.data_ptr()) < 0:
+    out = _made(out_shape, _COMPUTED[layout.tensor.dtype])
+    if library.logsumexp(layout, out.data_ptr()) < 0:
         raise MemoryError(_NO_MEMORY)
     return out
 
@@ -202,15 +199,15 @@ def weights(layout: Layout, logsumexp: torch.Tensor, factor: torch.Tensor) -> to
 
 
 def _map(layout: Layout, op: int, own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    out = _made(layout.x.shape, _COMPUTED[layout.x.dtype])
-    library.map(layout.described(), op, address_of(own), address_of(factor), out.data_ptr())
+    out = _made(layout.tensor.shape, _COMPUTED[layout.tensor.dtype])
+    library.map(layout, op, address_of(own), address_of(factor), out.data_ptr())
     return out
 
 
 def softmax(layout: Layout, *, logarithm: bool) -> torch.Tensor:
     """Give the softmax of each row, or its logarithm; 0, or -inf, where the mask keeps none."""
-    out = _made(layout.x.shape, _COMPUTED[layout.x.dtype])
-    library.softmax(layout.described(), logarithm, None, None, out.data_ptr())
+    out = _made(layout.tensor.shape, _COMPUTED[layout.tensor.dtype])
+    library.softmax(layout, logarithm, None, None, out.data_ptr())
     return out
 
 
@@ -219,9 +216,7 @@ def softmax_gradient(
 ) -> torch.Tensor:
     """Give the gradient of the input of a softmax of rows; all are contiguous, float32 or float64."""
     out = _made(result.shape, result.dtype)
-    library.softmax(
-        Layout(result, shape, mask).described(), logarithm, address_of(result), address_of(gradient), out.data_ptr()
-    )
+    library.softmax(Layout(result, shape, mask), logarithm, address_of(result), address_of(gradient), out.data_ptr())
     return out
 
 
@@ -262,7 +257,7 @@ def expand(slices: torch.Tensor, mask: torch.Tensor, shape: Shape) -> torch.Tens
 def mode(layout: Layout, out_shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Give the last kept element with each slice's mode, how often that is kept, and how many slices keep nothing."""
     index, number = _made(out_shape, torch.int64), _made(out_shape, torch.int64)
-    empty = library.mode(layout.described(), index.data_ptr(), number.data_ptr())
+    empty = library.mode(layout, index.data_ptr(), number.data_ptr())
     if empty < 0:
         raise MemoryError(_NO_MEMORY)
     return index, number, empty

@@ -588,7 +588,7 @@ def _native(slices: Slices) -> tuple[Tensor, Tensor, bool]:
         x = (x.view(torch.uint8) != 0).view(torch.uint8)  # the byte of True may be any but 0
     mask = None if slices.mask is None else group.arranged(slices.mask)
     layout = Layout(x, group.shape, mask)
-    indices, counts, empty = _kernels.mode(layout, group.reduced(keepdim=False))
+    indices, counts, empty = _kernels.mode(layout, group.results[False])
     return indices, counts, empty == 0
 
 

@@ -52,6 +52,7 @@ class Group(NamedTuple):
     dims: Dims
     shape: tuple[int, int, int]
     moved: bool
+    results: tuple[Dims, Dims]  # the shape of a result, without keepdim and with it
 
     def arranged(self, x: Tensor) -> Tensor:
         """Give a tensor that broadcasts to the sizes as a kernel reads it, copied only if need be."""
@@ -62,15 +63,8 @@ class Group(NamedTuple):
     def restored(self, x: Tensor) -> Tensor:
         """Undo `arranged`, for any shape with as many elements in the same order."""
         if not self.moved:
-            return x.reshape(self.sizes)
-        kept = [size for d, size in enumerate(self.sizes) if d not in self.dims]
-        return x.reshape(*kept, *[self.sizes[d] for d in self.dims]).movedim(self._last(), self.dims)
-
-    def reduced(self, keepdim: bool) -> list[int]:
-        """Give the shape of a result."""
-        if len(self.dims) == len(self.sizes) and not keepdim:
-            return []
-        return [1 if d in self.dims else size for d, size in enumerate(self.sizes) if keepdim or d not in self.dims]
+            return x if x.shape == self.sizes else x.reshape(self.sizes)
+        return x.reshape(*self.results[0], *[self.sizes[d] for d in self.dims]).movedim(self._last(), self.dims)
 
     def _last(self) -> Dims:
         return tuple(range(len(self.sizes) - len(self.dims), len(self.sizes)))
@@ -79,14 +73,13 @@ class Group(NamedTuple):
 @lru_cache(256)
 def group_of(sizes: torch.Size, dims: Dims) -> Group:
     """Group the dimensions of a tensor by what is reduced."""
-    if len(dims) == len(sizes):
-        return Group(sizes, dims, (1, math.prod(sizes), 1), False)
-    first, last = dims[0], dims[-1] + 1
-    moved = last - first != len(dims)
-    if moved:
-        outer = math.prod([size for d, size in enumerate(sizes) if d not in dims])
-        return Group(sizes, dims, (outer, math.prod([sizes[d] for d in dims]), 1), True)
-    return Group(sizes, dims, (math.prod(sizes[:first]), math.prod(sizes[first:last]), math.prod(sizes[last:])), False)
+    kept = tuple(size for d, size in enumerate(sizes) if d not in dims)
+    results = kept, tuple(1 if d in dims else size for d, size in enumerate(sizes))
+    reduced = math.prod([sizes[d] for d in dims])
+    first, last = (dims[0], dims[-1] + 1) if kept else (0, len(sizes))
+    if last - first != len(dims):
+        return Group(sizes, dims, (math.prod(kept), reduced, 1), True, results)
+    return Group(sizes, dims, (math.prod(sizes[:first]), reduced, math.prod(sizes[last:])), False, results)
 
 
 def _takes(slices: Slices, dtypes: Collection[torch.dtype] = _FLOATS) -> bool:
@@ -140,7 +133,7 @@ def counts(mask: Tensor, sizes: torch.Size, dims: Dims, keepdim: bool) -> Tensor
     if not usable(mask):
         return mask.sum(dims, keepdim=keepdim)
     group = group_of(sizes, dims)
-    return _kernels.count(group.arranged(mask), group.shape, group.reduced(keepdim))
+    return _kernels.count(group.arranged(mask), group.shape, group.results[keepdim])
 
 
 # --- sums and means ---------------------------------------------------------------------------------------------------
@@ -154,9 +147,9 @@ def sums(slices: Slices, *, mean: bool = False, counted: bool = False, wide: boo
     if _takes(slices, _FLOATS if mean else _kernels.DTYPES):
         group = group_of(x.shape, slices.dims)
         if x.requires_grad and torch.is_grad_enabled():
-            result, number, empty = bound_apply(_Sums)(x, slices.full_mask(), group, slices.keepdim, mean, to)
-            return Sums(result, number, empty)
-        found = _kernels.sums(_layout(slices, group), group.reduced(slices.keepdim), mean=mean, counted=counted)
+            total, found = bound_apply(_Sums)(x, slices.full_mask(), group, slices.keepdim, mean, to)
+            return Sums(total, found.number, found.empty)
+        found = _kernels.sums(_layout(slices, group), group.results[slices.keepdim], mean=mean, counted=counted)
         return found if dtype not in HALVES else found._replace(total=found.total.to(to))
     total = slices.filled(0).sum(slices.dims, keepdim=slices.keepdim, dtype=torch.float32 if dtype in HALVES else None)
     number = slices.number() if counted or mean else None
@@ -170,20 +163,19 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group, keepdim: bool, mean: bool, dtype: torch.dtype) -> Any:
         mask = group.arranged(mask)
-        found = _kernels.sums(Layout(group.arranged(x), group.shape, mask), group.reduced(keepdim), mean=mean)
-        number = found.number
-        assert number is not None
-        ctx.mark_non_differentiable(number)
-        ctx.save_for_backward(mask, number)
-        ctx.group, ctx.mean, ctx.dtype = group, mean, x.dtype
-        return found.total.to(dtype), number, found.empty
+        found = _kernels.sums(Layout(group.arranged(x), group.shape, mask), group.results[keepdim], mean=mean)
+        ctx.save_for_backward(mask, found.number if mean else None)
+        ctx.group, ctx.dtype = group, x.dtype
+        return found.total.to(dtype), found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         mask, number = ctx.saved_tensors
         gradient = gradients[0]
-        if ctx.mean:
-            gradient = (gradient.float() if ctx.dtype in HALVES else gradient) / number.clamp(min=1)
+        if number is not None:
+            # Where nothing is kept, 0 / 0 goes to no element, but to whoever differentiates twice.
+            number = number.clamp(min=1) if torch.is_grad_enabled() else number
+            gradient = (gradient.float() if ctx.dtype in HALVES else gradient) / number
         return _spread(gradient.to(ctx.dtype), mask, ctx.group), None, None, None, None, None
 
 
@@ -204,9 +196,9 @@ def squares(slices: Slices) -> tuple[Tensor, Tensor]:
     if _takes(slices, _FLOATS[:2]):
         group = group_of(x.shape, dims)
         if is_recorded(x):
-            found, number = bound_apply(_Squares)(x, slices.full_mask(), group, keepdim)
+            found, (number,) = bound_apply(_Squares)(x, slices.full_mask(), group, keepdim)
             return found, number
-        found, _, number = _kernels.squares(_layout(slices, group), group.reduced(keepdim))
+        found, _, number = _kernels.squares(_layout(slices, group), group.results[keepdim])
         return found, number
     mask, number = slices.full_mask(), slices.number(keepdim=True)
     kept = fill(x, mask, 0)
@@ -229,18 +221,17 @@ def variance(slices: Slices, correction: float) -> Tensor | None:
     if correction < 0 or not _takes(slices) or (x.requires_grad and torch.is_grad_enabled()):
         return None
     group = group_of(x.shape, slices.dims)
-    return _kernels.squares(_layout(slices, group), group.reduced(slices.keepdim), correction)[0].to(x.dtype)
+    return _kernels.squares(_layout(slices, group), group.results[slices.keepdim], correction)[0].to(x.dtype)
 
 
 class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group, keepdim: bool) -> Any:
         layout = Layout(group.arranged(x), group.shape, group.arranged(mask))
-        found, mean, number = _kernels.squares(layout, group.reduced(keepdim))
-        ctx.save_for_backward(x, layout.mask, mean, number)
-        ctx.mark_non_differentiable(number)
+        found, mean, number = _kernels.squares(layout, group.results[keepdim])
+        ctx.save_for_backward(x, layout.keep, mean, number)
         ctx.group = group
-        return found, number
+        return found, (number,)  # in a tuple, so that autograd makes no gradient for it
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -268,7 +259,7 @@ def extreme(slices: Slices, largest: bool) -> tuple[Tensor, bool]:
         if is_recorded(x):
             found, empty = bound_apply(_Extreme)(x, slices.full_mask(), group, keepdim, largest)
             return found, empty == 0
-        found, empty = _kernels.extreme(_layout(slices, group), group.reduced(keepdim), largest=largest)
+        found, empty = _kernels.extreme(_layout(slices, group), group.results[keepdim], largest=largest)
         return (found.to(x.dtype) if x.dtype in HALVES else found), empty == 0
     limit = -math.inf if largest else math.inf
     mask = slices.full_mask()
@@ -287,8 +278,8 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group, keepdim: bool, largest: bool) -> Any:
         layout = Layout(group.arranged(x), group.shape, group.arranged(mask))
-        found, empty = _kernels.extreme(layout, group.reduced(keepdim), largest=largest)
-        ctx.save_for_backward(x, layout.mask, found)
+        found, empty = _kernels.extreme(layout, group.results[keepdim], largest=largest)
+        ctx.save_for_backward(x, layout.keep, found)
         ctx.group = group
         return found.to(x.dtype, copy=True), empty
 
@@ -315,7 +306,7 @@ def first_place(slices: Slices, largest: bool) -> Tensor | None:
         return None
     group = group_of(slices.x.shape, slices.dims)
     layout = _layout(slices, group)
-    return _kernels.find(layout, _kernels.extreme(layout, group.reduced(slices.keepdim), largest=largest)[0])
+    return _kernels.find(layout, _kernels.extreme(layout, group.results[slices.keepdim], largest=largest)[0])
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -330,7 +321,7 @@ def logsumexp(slices: Slices) -> Tensor:
         if is_recorded(x):
             result: Tensor = bound_apply(_LogSumExp)(x, slices.full_mask(), group)
             return result
-        return _kernels.logsumexp(_layout(slices, group), group.reduced(True)).to(x.dtype)
+        return _kernels.logsumexp(_layout(slices, group), group.results[True]).to(x.dtype)
     mask = slices.full_mask()
     if can_sync(x, mask):
         found = torch.logsumexp(fill(x, mask, -math.inf), dims, keepdim=True)
@@ -344,8 +335,8 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, group: Group) -> Tensor:
         layout = Layout(group.arranged(x), group.shape, group.arranged(mask))
-        found = _kernels.logsumexp(layout, group.reduced(True))
-        ctx.save_for_backward(x, layout.mask, found)
+        found = _kernels.logsumexp(layout, group.results[True])
+        ctx.save_for_backward(x, layout.keep, found)
         ctx.group = group
         return found.to(x.dtype, copy=True)
 
@@ -410,7 +401,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:
         layout = _rows(x, mask)
         result = _kernels.softmax(layout, logarithm=logarithm).to(x.dtype)
-        ctx.save_for_backward(layout.mask, result)
+        ctx.save_for_backward(layout.keep, result)
         ctx.logarithm = logarithm
         return result
 
