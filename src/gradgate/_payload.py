@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from gradgate._torch_private import holds_its_values
+from gradgate._trees import children_of
 from gradgate.errors import LedgerError
 
 LIMIT = 16 * 2**20
@@ -77,13 +78,8 @@ def decode(data: bytes, *, classes: Iterable[type] = ()) -> Any:
 def missing_in(tree: Any) -> list[str]:
     if isinstance(tree, Missing):
         return [tree.what]
-    if isinstance(tree, Mapping):
-        return [line for item in tree.values() for line in missing_in(item)]
-    if isinstance(tree, list | tuple | set | frozenset):
-        return [line for item in tree for line in missing_in(item)]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [line for part in fields(tree) for line in missing_in(getattr(tree, part.name))]
-    return []
+    parts = tree if isinstance(tree, set | frozenset) else (children_of(tree) or {}).values()
+    return [line for part in parts for line in missing_in(part)]
 
 
 def _file(node: Any, tensors: dict[str, torch.Tensor]) -> bytes:

@@ -148,9 +148,9 @@ class Location(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _span(location: Location) -> tuple[int, int | None, int | None, int | None]:
-    span = next(islice(location.code.co_positions(), location.instruction // 2, None), None)
-    line = location.code.co_firstlineno if span is None or span[0] is None else span[0]
-    return (line, span[1], span[2], span[3]) if span is not None else (line, None, None, None)
+    spans = islice(location.code.co_positions(), location.instruction // 2, None)
+    line, *rest = next(spans, (None, None, None, None))
+    return (location.code.co_firstlineno if line is None else line, *rest)
 
 
 class SourceLine(NamedTuple):

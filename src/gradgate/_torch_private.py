@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import attrgetter, call
 from traceback import walk_tb
 from types import SimpleNamespace, TracebackType
@@ -141,13 +141,9 @@ def saved_tensors_of(node: Any) -> dict[str, torch.Tensor]:
     found = {}
     for name in dir(node):
         if name.startswith("_saved_"):
-            try:
-                value = getattr(node, name)
-            except RuntimeError:  # it was overwritten, which is reported elsewhere, or let go
-                continue
-            if isinstance(value, torch.Tensor):
-                found[name.removeprefix("_saved_")] = value
-    return found
+            with suppress(RuntimeError):  # it was overwritten, which is reported elsewhere, or let go
+                found[name.removeprefix("_saved_")] = getattr(node, name)
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 # --- Modes of a thread ----------------------------------------------------------------------------------------------
@@ -270,14 +266,12 @@ forward_pre_hooks = _find_attribute(_MODULE, "_forward_pre_hooks", "computed wei
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """Return a module's own table of parameters; an empty one before its `__init__` has run."""
-    table: dict[str, torch.nn.Parameter | None] = module.__dict__.get("_parameters", {})
-    return table
+    return module.__dict__.get("_parameters", {})  # type: ignore[no-any-return]
 
 
 def computed_name(hook: Any) -> str | None:
     """Return the name of the tensor that a hook computes before forward: those of pruning and of the older norms do."""
-    name: str | None = getattr(hook, "name", getattr(hook, "_tensor_name", None))
-    return name
+    return getattr(hook, "name", getattr(hook, "_tensor_name", None))
 
 
 def is_power_iteration(module: torch.nn.Module, buffer: str) -> bool:
@@ -290,14 +284,9 @@ def is_power_iteration(module: torch.nn.Module, buffer: str) -> bool:
 class SettingsModule(torch.nn.Module):
     """A module with tensors that are neither parameters nor buffers, and that move and are saved with it."""
 
-    def move_settings(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        raise NotImplementedError
-
-    def save_settings(self, destination: dict[str, Any], prefix: str) -> None:
-        raise NotImplementedError
-
-    def load_settings(self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
-        raise NotImplementedError
+    move_settings: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
+    save_settings: Callable[[dict[str, Any], str], None]
+    load_settings: Callable[[dict[str, Any], str, list[str]], None]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SettingsModule:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -354,10 +343,8 @@ def innermost_call(traceback: TracebackType | None) -> ModuleCall | None:
 
 
 def end_checkpoints(traceback: TracebackType | None) -> None:
-    """Remove the hooks that `torch.utils.checkpoint` leaves after an exception, up to torch 2.12.
-
-    They live as long as the traceback, and would recompute what is saved meanwhile from the inputs that failed.
-    """
+    """Remove the hooks that `torch.utils.checkpoint` leaves after an exception, up to torch 2.12."""
+    # They live as long as the traceback, and would recompute what is saved meanwhile from the inputs that failed.
     frames = [frame for frame, _ in walk_tb(traceback) if frame.f_code.co_name == "checkpoint"]
     for frame in reversed(frames):
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and "gen" in frame.f_locals:
@@ -454,8 +441,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that is in this process: of a DTensor its shard, of others all."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 copy_on_write: Callable[[torch.Tensor], torch.Tensor] = _find("_lazy_clone", "a gate costs more", _refuse)
@@ -463,10 +449,8 @@ copy_on_write: Callable[[torch.Tensor], torch.Tensor] = _find("_lazy_clone", "a 
 
 
 def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor with the values and strides of x, as a node of the graph; None where it cannot be.
-
-    The memory is shared copy-on-write: an in-place operation on the result leaves x as it is.
-    """
+    """Return a tensor with the values and strides of x, as a node of the graph; None where it cannot be."""
+    # The memory is shared copy-on-write: an in-place operation on the result leaves x as it is.
     base = base_of(x)
     owner = x if base is None else base
     if owner.is_leaf and owner.requires_grad:
@@ -478,10 +462,8 @@ def recorded_without_copy(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def without_copy(x: torch.Tensor) -> torch.Tensor:
-    """Do the same while nothing is recorded, for any tensor.
-
-    Without copy-on-write the result is a view; autograd refuses to overwrite one that an autograd Function returned.
-    """
+    """Do the same while nothing is recorded, for any tensor."""
+    # Without copy-on-write the result is a view; autograd refuses to overwrite one that an autograd Function returned.
     shared = recorded_without_copy(x)
     return x.view_as(x) if shared is None else shared
 
@@ -508,13 +490,11 @@ add_tensors = _find("_foreach_add_", "an interrupt can leave half of the gradien
 """Add many tensors to as many others in place, in one call that no interrupt can split."""
 
 
-# A name of its own and no function around it: it is called in every step.
 find_non_finite = _find("_amp_foreach_non_finite_check_and_unscale_", "the check for NaN takes longer", _refuse)
-"""Set `found`, a float32 tensor of one element, to 1 if any element of any tensor is NaN or infinite.
+"""Set `found` to 1 if any element of any tensor is NaN or infinite: `find_non_finite(tensors, found, one)`.
 
-`find_non_finite(tensors, found, one)` is what GradScaler uses: one fused pass that does not wait for the device, the
-fastest check of many tensors. It multiplies by `one` (a float32 tensor of 1) in place, which changes no bit. Tensors
-that it does not know (sparse, complex, with overlapping memory, on several devices) are a RuntimeError.
+One fused pass that does not wait for the device. It multiplies by `one` in place, which changes no bit; both are
+float32 tensors of one element. A RuntimeError for sparse, complex or overlapping tensors, and for several devices.
 """
 
 
@@ -583,10 +563,8 @@ def is_traced() -> bool:
 
 
 def has_data(*tensors: torch.Tensor) -> bool:
-    """Return whether the host can read the values of tensors.
-
-    Not while torch.compile or FakeTensorMode traces, on the meta device, or under vmap; it can inside torch.func.grad.
-    """
+    """Return whether the host can read the values of tensors."""
+    # Not while torch.compile or FakeTensorMode traces, on the meta device, or under vmap; it can in torch.func.grad.
     if is_compiling() or _dispatch_mode(_FAKE) is not None:
         return False
     for tensor in tensors:  # noqa: SIM110 - `all` and a generator take longer than the answer
@@ -623,10 +601,8 @@ with torch.inference_mode():
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether tensors are nothing but values in the memory of the CPU, and no dispatch mode sees operations.
-
-    False for subclasses, other devices and layouts, what vmap batches, conjugate views, and autograd's zeros.
-    """
+    """Return whether tensors are nothing but values in the memory of the CPU, and no dispatch mode sees operations."""
+    # False for subclasses, other devices and layouts, what vmap batches, conjugate views, and autograd's zeros.
     if _open_modes():
         return False
     for x in tensors:  # noqa: SIM110 - `all` and a generator take longer than the answer

@@ -31,6 +31,7 @@ import torch
 from torch import is_grad_enabled, set_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
+from gradgate._checks import wrong_type
 from gradgate._names import describe
 from gradgate._torch_private import write_grad_mode
 from gradgate.errors import ArgumentTypeError
@@ -50,7 +51,7 @@ class _Current(threading.local):
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.strand: Any = None
+        self.strand: Strand | None = None
 
 
 current = _Current()
@@ -70,15 +71,11 @@ _switch_at_once = set_grad_enabled.__init__
 
 
 def _note_only_when_locked(self: set_grad_enabled, mode: bool) -> None:
-    if is_locked() and not _is_torch(sys._getframe(1).f_globals.get("__name__", "")):
+    if is_locked() and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch":
         self.prev = is_grad_enabled()
         self.mode = mode
     else:
         _switch_at_once(self, mode)
-
-
-def _is_torch(module: str) -> bool:
-    return module == "torch" or module.startswith("torch.")
 
 
 def open_lock() -> None:
@@ -107,12 +104,16 @@ class Strand:
     """One flow of execution: entered when it goes on, left when it pauses."""
 
     # `loop` is the event loop that it last went on in, if any: a task of a loop further in is not inside this strand.
+    # `task` is the task that it is, if it is one.
 
-    __slots__ = ("_around", "_locked", "_outer", "_own", "loop")
+    __slots__ = ("_around", "_locked", "_outer", "_own", "loop", "task")
 
-    def __init__(self, recording: bool, entries: list[Entry], *, locked: bool) -> None:
+    def __init__(
+        self, recording: bool, entries: list[Entry], *, locked: bool, task: asyncio.Task[Any] | None = None
+    ) -> None:
         self._own = recording, entries
         self._locked = locked
+        self.task = task
 
     def __enter__(self) -> None:
         if self._locked:
@@ -136,15 +137,7 @@ class Strand:
 # --- Blocks held over an await --------------------------------------------------------------------------------------
 
 
-class _TaskStrand(Strand):
-    __slots__ = ("task",)
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        super().__init__(is_grad_enabled(), [], locked=False)
-        self.task = task
-
-
-bound_tasks: dict[asyncio.Task[Any], _TaskStrand] = {}
+bound_tasks: dict[asyncio.Task[Any], Strand] = {}
 """The tasks that hold a block."""
 _changing = threading.Lock()
 _run_handle = asyncio.Handle._run
@@ -155,7 +148,7 @@ def bind_task() -> None:
     task = asyncio.current_task()
     if task is None or (current.strand is not None and current.strand.loop is running_loop()):
         return
-    strand = _TaskStrand(task)
+    strand = Strand(is_grad_enabled(), [], locked=False, task=task)
     strand.__enter__()
     with _changing:
         bound_tasks[task] = strand
@@ -165,7 +158,7 @@ def bind_task() -> None:
 def release_task() -> None:
     """Take the running task out of its strand, if it is in one: it has left its last block."""
     strand = current.strand
-    if not isinstance(strand, _TaskStrand):
+    if strand is None or strand.task is None:
         return
     strand.__exit__()
     with _changing:
@@ -189,7 +182,7 @@ def _run_in_its_mode(handle: asyncio.Handle) -> None:
 
 
 def _pause_task() -> None:
-    if isinstance(current.strand, _TaskStrand):
+    if current.strand is not None and current.strand.task is not None:
         current.strand.__exit__()
 
 
@@ -353,10 +346,10 @@ def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool =
     `grad_mode(flag, fn)` runs `fn()` in the mode and returns its result; `with grad_mode(flag):` does the
     same for a block, `@grad_mode(flag)` for a function, generator, `async def` or async generator.
 
-    The mode that was in force comes back also when the body raises. Blocks nest and the innermost wins; one object may
-    be reused, nested in itself and shared between threads. The mode belongs to this thread - and inside asyncio to this
-    task: another task never sees it, not even while this one awaits. As with `torch.no_grad()`, factory functions with
-    `requires_grad=True` and forward-mode AD are not affected.
+    The mode that was in force comes back also when the body raises. Blocks nest, and one object may be reused, nested
+    in itself and shared between threads. The mode belongs to this thread, and inside asyncio to this task, also while
+    it awaits. As with `torch.no_grad()`, factory functions with `requires_grad=True` and forward-mode AD are not
+    affected.
 
     Args:
         flag: True to record, False not to. Only a bool: a module, a string or a number would be a guess.
@@ -387,11 +380,8 @@ def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool =
             return torch.enable_grad() if flag else torch.no_grad()
         return _SCOPES[flag, bool(locked)]
     if not callable(fn):
-        raise ArgumentTypeError(
-            f"grad_mode(): `fn` is {describe(fn)}.",
-            why="it is called in the mode, so it has to be a function, not what one has already given.",
-            fix=f"gg.grad_mode({flag}, lambda: model(x))",
-        )
+        why = "it is called in the mode, so it has to be a function, not what one has returned."
+        raise wrong_type(fn, "fn", "grad_mode", why, f"gg.grad_mode({flag}, lambda: model(x))")
     with grad_mode(flag, locked=locked):
         result = fn()
     if type(result) in DEFERRED:
@@ -422,11 +412,9 @@ def carry_mode(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         False
     """
     if not callable(fn):
-        raise ArgumentTypeError(
-            f"carry_mode(): `fn` is {describe(fn)}.",
-            why="it is called later, in another thread, so it has to be a function.",
-            fix="executor.submit(gg.carry_mode(model), x)   # not gg.carry_mode(model(x))",
-        )
+        why = "it is called later, in another thread, so it has to be a function."
+        fix = "executor.submit(gg.carry_mode(model), x)   # not gg.carry_mode(model(x))"
+        raise wrong_type(fn, "fn", "carry_mode", why, fix)
     return functools.update_wrapper(functools.partial(_run_carried, fn, is_grad_enabled(), is_locked()), fn)
 
 
@@ -444,22 +432,15 @@ def _flag_error(flag: object) -> ArgumentTypeError:
     elif flag is None:
         fix = "gg.grad_mode(False)   # or True"
     else:
-        fix = _as_flag(flag)
-    return ArgumentTypeError(
-        f"grad_mode(): `flag` is {describe(flag)}.",
-        why="recording is either on or off; anything but True or False would be a guess.",
-        fix=fix,
-    )
+        try:
+            fix = f"gg.grad_mode({bool(flag)})"
+        except (TypeError, ValueError, RuntimeError):  # a tensor or an array of several
+            fix = ""
+    why = "recording is either on or off; anything but True or False would be a guess."
+    return wrong_type(flag, "flag", "grad_mode", why, fix)
 
 
 _NO = {"", "0", "false", "no", "off", "none", "eval", "val", "valid", "validation", "test", "predict", "inference"}
-
-
-def _as_flag(flag: object) -> str:
-    try:
-        return f"gg.grad_mode({bool(flag)})"
-    except (TypeError, ValueError, RuntimeError):  # a tensor or an array of several
-        return ""
 
 
 def _check_decorated(fn: object, flag: bool) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -19,6 +20,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import recursively_apply
 
 from gradgate._loader_link import follow
+from gradgate._patches import Patches
 from gradgate.errors import ArgumentTypeError
 from gradgate.guard import Guard, GuardResult
 from gradgate.loading import ResilientLoader
@@ -34,9 +36,8 @@ class AcceleratedGuard(Guard):
     """A `Guard` whose `backward` stands in place of `accelerator.backward(loss)`.
 
     The model's autocast and the accelerator's scaler are in force, a mean loss is divided by
-    `gradient_accumulation_steps`, inside of `accelerator.accumulate(model)` too, and processes in
-    DistributedDataParallel or FSDP2 make every step together. `global_step` counts the steps of the optimizer. The
-    counters are saved and loaded by `accelerator.save_state` and `load_state`.
+    `gradient_accumulation_steps`, and processes in DistributedDataParallel or FSDP2 make every step together.
+    `global_step` counts the steps of the optimizer; `accelerator.save_state` and `load_state` keep the counters.
 
     Args:
         accelerator: The accelerator.
@@ -98,12 +99,12 @@ class AcceleratedGuard(Guard):
                     why="its state has to return to the snapshot together with the model's.",
                     fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # before the guard",
                 )
+            accumulated = SimpleNamespace(  # how many batches the accelerator has accumulated
+                state_dict=lambda: {"step": accelerator.step},
+                load_state_dict=lambda state: setattr(accelerator, "step", state["step"]),
+            )
             parts = [*modules, *(one.optimizer for one in accelerator._optimizers)]
-            parts += [
-                *(one.scheduler for one in accelerator._schedulers),
-                accelerator.scaler,
-                _Accumulated(accelerator),
-            ]
+            parts += [*(one.scheduler for one in accelerator._schedulers), accelerator.scaler, accumulated]
             self.rewind = Rewind._beside(self, parts, rewind)
 
     def backward(self, batch: Any, loss_fn: Callable[[Any], Any], ids: Any = None, **_: Any) -> GuardResult:
@@ -122,10 +123,7 @@ class AcceleratedGuard(Guard):
         made, per_step = self._window[0], accelerator.gradient_accumulation_steps
         result = super().backward(batch, loss_fn, ids, scaler=accelerator.scaler, accumulate=per_step)
         self._losses.append(result.loss if result.stepped else torch.zeros_like(result.loss))
-        if accelerator.sync_gradients:
-            self._move_to(step + 1, 0, per_step)
-        else:
-            self._move_to(step, made + 1, per_step)
+        self._move_to(*(step + 1, 0) if accelerator.sync_gradients else (step, made + 1), per_step)
         return result
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -150,7 +148,7 @@ class AcceleratedGuard(Guard):
         """Observe the step that was just made, unless that is done."""
         if self.rewind is not None and self._losses and self._accelerator.sync_gradients:
             losses, self._losses = self._losses, []
-            self.rewind.observe(losses[0] if len(losses) == 1 else torch.stack(losses).mean())
+            self.rewind.observe(torch.stack(losses).mean())
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         self._observe()  # a checkpoint lies between two steps
@@ -170,19 +168,6 @@ class AcceleratedGuard(Guard):
         return Path(folder) / f"gradgate-rewind-{self._accelerator.process_index}.pt"
 
 
-class _Accumulated:
-    """How many batches an accelerator has accumulated; a rewind puts it back."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._accelerator.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._accelerator.step = state["step"]
-
-
 def refuse_own_backward(accelerator: Accelerator, where: str) -> None:
     """Refuse an engine that has the backward pass."""
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -200,49 +185,37 @@ def lending(accelerator: Accelerator, backward: Callable[..., None], processes: 
     def repeated(data: Any, *_: Any, **__: Any) -> Any:
         return recursively_apply(lambda part: torch.cat([part.reshape(part.shape or (1,))] * processes), data)
 
-    stand_ins: dict[str, Any] = {"backward": backward}
-    if processes > 1:
-        stand_ins |= {"gather": repeated, "gather_for_metrics": repeated}
-    before = {name: vars(accelerator)[name] for name in stand_ins if name in vars(accelerator)}
-    vars(accelerator).update(stand_ins)
-    try:
+    patches = Patches()
+    with patches.block():
+        patches.put(vars(accelerator), "backward", backward)
+        for name in ("gather", "gather_for_metrics") if processes > 1 else ():
+            patches.put(vars(accelerator), name, repeated)
         yield
-    finally:
-        for name in stand_ins:
-            del vars(accelerator)[name]
-        vars(accelerator).update(before)
 
 
-def _preparing_resilient(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `Accelerator.prepare` take resilient loaders: it prepares their loader, and they load inside of that."""
-
-    @wraps(prepare)
-    def prepare_all(self: Accelerator, *args: Any, **options: Any) -> Any:
-        given = [arg._loader if isinstance(arg, ResilientLoader) else arg for arg in args]
-        prepared = prepare(self, *given, **options)
-        for arg, made in zip(args, prepared if len(args) > 1 else (prepared,), strict=True):
-            if isinstance(arg, ResilientLoader):
-                arg.inside(made)
-        return prepared
-
-    return prepare_all
+_prepare, _skip = Accelerator.prepare, accelerate.skip_first_batches
 
 
-def _skipping_resilient(skip: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `skip_first_batches`, which makes a new loader, return one that is resilient where the old one was."""
-
-    @wraps(skip)
-    def skip_all(loader: Any, num_batches: int = 0) -> Any:
-        rest = skip(loader, num_batches)
-        given = getattr(loader, "base_dataloader", loader)
-        if not isinstance(given, ResilientLoader) or isinstance(rest, ResilientLoader):
-            return rest
-        return given.inside(rest) if hasattr(rest, "base_dataloader") else given._like(rest)
-
-    return skip_all
+@wraps(_prepare)
+def _prepare_resilient(self: Accelerator, *args: Any, **options: Any) -> Any:
+    """Take resilient loaders, too: the loader in one is prepared, and it loads inside of that."""
+    prepared = _prepare(self, *(arg._loader if isinstance(arg, ResilientLoader) else arg for arg in args), **options)
+    for arg, made in zip(args, prepared if len(args) > 1 else (prepared,), strict=True):
+        if isinstance(arg, ResilientLoader):
+            arg.inside(made)
+    return prepared
 
 
-Accelerator.prepare = _preparing_resilient(Accelerator.prepare)
-skip_first_batches = _skipping_resilient(accelerate.skip_first_batches)
+@wraps(_skip)
+def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """Return a resilient loader for a resilient one; `accelerate` makes a new loader, which is not."""
+    rest = _skip(loader, num_batches)
+    given = getattr(loader, "base_dataloader", loader)
+    if not isinstance(given, ResilientLoader) or isinstance(rest, ResilientLoader):
+        return rest
+    return given.inside(rest) if hasattr(rest, "base_dataloader") else given._like(rest)
+
+
+Accelerator.prepare = _prepare_resilient
 for _module in (accelerate, accelerate.accelerator, accelerate.data_loader):
     _module.skip_first_batches = skip_first_batches

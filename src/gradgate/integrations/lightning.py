@@ -1,8 +1,7 @@
 """The guard in PyTorch Lightning: `training_step` stays as it was, and the Trainer keeps everything else.
 
 With automatic optimization the guard is around `strategy.training_step`, so that autocast and the wrapper of the ranks
-are inside of each try. The closure that the Trainer passes to the optimizer is made here: gradients are set to zero
-first, then comes the guarded step.
+are inside of each try.
 
 Importing this module also lets Lightning prepare the loaders of `gg.resilient`. Without it, every process trains on
 all data, and each loader is started once more than it is used.
@@ -44,11 +43,9 @@ _SUMS = ("sum", "SUM", sum, torch.sum)
 class GuardedModule(L.LightningModule):
     """A `LightningModule` whose training steps are made without their bad samples; `training_step` stays as it was.
 
-    With automatic optimization nothing else changes. `training_step` may be called several times with parts of a batch;
-    what it logs, what its metrics count and what it returns is that of the call with the samples that are kept, and so
-    is the loss that callbacks see. With manual optimization, call `guarded_backward`.
-
-    The options of the guard are those of a `GuardCallback` in the Trainer; without one, the module adds one itself.
+    `training_step` may be called several times with parts of a batch; what it logs, counts in metrics and returns is
+    that of the call with the samples that are kept. With manual optimization, call `guarded_backward`. The options of
+    the guard are those of a `GuardCallback` in the Trainer; without one, the module adds one itself.
 
     Examples:
         >>> class Lit(GuardedModule, L.LightningModule):
@@ -129,14 +126,14 @@ class GuardCallback(L.Callback):
     """Passes options to the guard of a `GuardedModule`, logs its counters, and has its state in checkpoints.
 
     `gradgate/dropped` and `gradgate/kept` (since the last time), `gradgate/dropped_total` and `gradgate/bad_steps` are
-    logged at each step with bad samples, every `log_every_n_steps` steps, and at the end of an epoch. Callbacks find
-    `gradgate/dropped_total` among the metrics of an epoch. Incidents have the epoch and the global step of the Trainer.
+    logged at each step with bad samples, every `log_every_n_steps` steps, and at the end of an epoch, where callbacks
+    find `gradgate/dropped_total` among the metrics. Incidents have the epoch and the global step of the Trainer.
 
     Args:
         ledger: As for `Guard`.
-        rewind: Options of `gg.Rewind`, `{}` for its defaults: after a loss spike, model, optimizer, schedulers, scaler
-            and guard return to a snapshot, and the innocent steps since then are made again at once. Their values are
-            not logged again. `trainer.global_step` counts every step that was tried.
+        rewind: Options of `gg.Rewind`, `{}` for its defaults: after a loss spike, everything returns to a snapshot, and
+            the innocent steps since then are made again at once, without being logged again. `trainer.global_step`
+            counts every step that was tried.
         **options: What else `Guard` takes.
 
     Attributes:
@@ -218,8 +215,7 @@ class GuardCallback(L.Callback):
         if self.guard._tally.dropped != self._logged[1] or trainer._logger_connector.should_update_logs:
             self._log(trainer)
         if self.rewind is not None and self._losses and not trainer.fit_loop._should_accumulate():
-            losses, self._losses = self._losses, []
-            self.rewind.observe(losses[0] if len(losses) == 1 else torch.stack(losses).mean())
+            self.rewind.observe(self._loss_of_step())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the counters for callbacks, too."""
@@ -285,8 +281,7 @@ class GuardCallback(L.Callback):
         """Make an innocent step again, as the Trainer's loop makes it; nothing is logged or counted."""
         loop, results = trainer.fit_loop.epoch_loop, trainer._results
         optimization, epochs = loop.automatic_optimization, trainer.fit_loop.epoch_progress
-        rewind = self.rewind
-        assert rewind is not None
+        rewind: Any = self.rewind
         counters = [loop.batch_progress, loop.scheduler_progress, optimization.optim_progress, epochs]
         before = [counter.state_dict() for counter in counters]
         metrics = [(metric, _state_of(metric)) for metric in self._metrics]
@@ -307,8 +302,11 @@ class GuardCallback(L.Callback):
                 counter.load_state_dict(state)
             for metric, values in metrics:
                 vars(metric).update(values)
+        return self._loss_of_step()
+
+    def _loss_of_step(self) -> torch.Tensor:
         losses, self._losses = self._losses, []
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        return torch.stack(losses).mean()
 
     def _backward(
         self, module: GuardedModule, batch: Any, function: Callable[[Any], Any], ids: Any = None, accumulate: int = 1
@@ -448,8 +446,7 @@ def _check(trainer: Any, module: Any) -> None:
 
 
 def _callback_of(trainer: Any) -> GuardCallback:
-    found: GuardCallback = next(one for one in trainer.callbacks if isinstance(one, GuardCallback))
-    return found
+    return next(one for one in trainer.callbacks if isinstance(one, GuardCallback))
 
 
 def _install(trainer: Any) -> None:
@@ -496,32 +493,27 @@ def _loss_of(result: GuardResult, output: Any) -> torch.Tensor | None:
     return None if not result.kept and math.isnan(result.loss.item()) else result.loss
 
 
-def _preparing_resilient(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Lightning prepare the loader inside of a resilient one: it gets a distributed sampler where it needs one."""
-
-    @wraps(prepare)
-    def prepare_any(self: Any, dataloader: Any, shuffle: bool, mode: Any) -> Any:
-        if not isinstance(dataloader, ResilientLoader):
-            return prepare(self, dataloader, shuffle, mode)
-        trainer = self.trainer
-        guarded = mode is RunningStage.TRAINING and isinstance(trainer.lightning_module, GuardedModule)
-        made = prepare(self, dataloader._loader, shuffle, mode)
-        return dataloader.again_around(made, several=guarded and trainer.world_size > 1, nothing=[])
-
-    return prepare_any
+_prepare, _check_iterable = _DataConnector._prepare_dataloader, fit_loop._check_dataloader_iterable
 
 
-def _trusting_resilient(check: Callable[..., None]) -> Callable[..., None]:
-    """Let Lightning take a resilient loader for an iterable without starting it: that draws a seed."""
+@wraps(_prepare)
+def _prepare_resilient(self: Any, dataloader: Any, shuffle: bool, mode: Any) -> Any:
+    """Prepare the loader inside of a resilient one: it gets a distributed sampler where it needs one."""
+    if not isinstance(dataloader, ResilientLoader):
+        return _prepare(self, dataloader, shuffle, mode)
+    trainer = self.trainer
+    guarded = mode is RunningStage.TRAINING and isinstance(trainer.lightning_module, GuardedModule)
+    made = _prepare(self, dataloader._loader, shuffle, mode)
+    return dataloader.again_around(made, several=guarded and trainer.world_size > 1, nothing=[])
 
-    @wraps(check)
-    def check_others(dataloader: Any, *args: Any) -> None:
-        if not isinstance(dataloader, ResilientLoader):
-            check(dataloader, *args)
 
-    return check_others
+@wraps(_check_iterable)
+def _trust_resilient(dataloader: Any, *args: Any) -> None:
+    """Take a resilient loader for an iterable without starting it, which would draw a seed."""
+    if not isinstance(dataloader, ResilientLoader):
+        _check_iterable(dataloader, *args)
 
 
-_DataConnector._prepare_dataloader = _preparing_resilient(_DataConnector._prepare_dataloader)
+_DataConnector._prepare_dataloader = _prepare_resilient
 for _loop in (evaluation_loop, fit_loop, prediction_loop):
-    _loop._check_dataloader_iterable = _trusting_resilient(_loop._check_dataloader_iterable)
+    _loop._check_dataloader_iterable = _trust_resilient

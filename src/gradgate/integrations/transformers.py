@@ -57,9 +57,8 @@ class GuardedTrainerMixin(_AnyTrainer):
         ledger: Where dropped samples are recorded: a path, or a `Ledger`.
         guard: Further arguments of `Guard`, as a dict. `"ids"` may be the name of a column of the training data, also
             of one that the model does not take; without it, samples have their index as id.
-        rewind: Options of `gg.Rewind`, `{}` for its defaults: after a loss spike, model, optimizer, scheduler, scaler
-            and guard return to a snapshot, and the innocent steps since then are made again at once. `global_step`
-            counts every step that was tried, so that epochs, logs and checkpoints keep their numbers.
+        rewind: Options of `gg.Rewind`, `{}` for its defaults: after a loss spike, everything returns to a snapshot, and
+            the innocent steps since then are made again at once. `global_step` counts every step that was tried.
         **options: What the trainer takes.
 
     Raises:
@@ -226,26 +225,23 @@ class GuardedTrainerMixin(_AnyTrainer):
         Returns:
             The loss, detached.
         """
-        loss = self._guarded_step(model, inputs, num_items_in_batch)
-        self._losses.append(loss)
-        return loss
-
-    def _guarded_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         guard = self._begin(model) if self.guard is None or self._guarded is not model else self.guard
         batch = None if isinstance(inputs, _NoSamples) else inputs
-        if num_items_in_batch is None or (self.args.gradient_accumulation_steps == 1 and _processes(guard) == 1):
-            return self._make(guard, model, batch, num_items_in_batch, recount=True).loss
-        if not self._made:
+        alone = num_items_in_batch is None or (self.args.gradient_accumulation_steps == 1 and _processes(guard) == 1)
+        if not alone and not self._made:
             self._start.remember(guard._state.adopted)
             self._dropped = guard._tally.dropped
-        self._made.append(self._make(guard, model, batch, num_items_in_batch))
-        loss = self._made[-1].loss
-        if self.accelerator.sync_gradients:
-            before = _total(self._made)
-            while guard._tally.dropped > self._dropped:  # by any process
-                self._make_again(guard, model)
-                loss = loss - before + (before := _total(self._made))
-            self._start.add_earlier_gradients()
+        made = self._make(guard, model, batch, num_items_in_batch, recount=alone)
+        loss = made.loss
+        if not alone:
+            self._made.append(made)
+            if self.accelerator.sync_gradients:
+                before = _total(self._made)
+                while guard._tally.dropped > self._dropped:  # by any process
+                    self._make_again(guard, model)
+                    loss = loss - before + (before := _total(self._made))
+                self._start.add_earlier_gradients()
+        self._losses.append(loss)
         return loss
 
     def _make(self, guard: Guard, model: Any, batch: Any, count: Any, *, recount: bool = False) -> _MicroBatch:
@@ -308,7 +304,7 @@ class GuardedTrainerMixin(_AnyTrainer):
         """Observe the step that was just made, or note the end of the epoch, before anything is logged or saved."""
         losses, self._losses = self._losses, []
         if self.rewind is not None and losses and self.accelerator.sync_gradients:
-            self.rewind.observe(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+            self.rewind.observe(torch.stack(losses).sum())
         elif self.rewind is not None:
             self.rewind._leave()
         super()._maybe_log_save_evaluate(*args, **options)
@@ -334,7 +330,7 @@ class GuardedTrainerMixin(_AnyTrainer):
             self.lr_scheduler.step()
         model.zero_grad()
         losses, self._losses = self._losses, []
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return torch.stack(losses).sum()
 
     # --- Logs and checkpoints -------------------------------------------------------------------------------------
 
@@ -364,10 +360,7 @@ class GuardedTrainerMixin(_AnyTrainer):
 
 
 class GuardedTrainer(GuardedTrainerMixin, Trainer):
-    """A `Trainer` that trains without its bad samples: `GuardedTrainer(model, args, ..., ledger="run.ledger")`.
-
-    The weights are those of the same run on data without the bad samples. See `GuardedTrainerMixin`, which does the
-    same for subclasses of `Trainer`.
+    """A `Trainer` with `GuardedTrainerMixin`: `GuardedTrainer(model, args, ..., ledger="run.ledger")`.
 
     Args:
         *args: What `Trainer` takes.
