@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradgate as gg
-from gradgate import _html
+from gradgate import _text
 from tests.ledger.made import ROOT, incident
 
 COLOURS = (ROOT / "web" / "src" / "colours.css").read_text(encoding="utf-8").split("@media screen")
@@ -40,7 +40,7 @@ class Reader(HTMLParser):
 
 
 def test_a_table():
-    table = _html.html_table("one", ["id"], [["<b>"]]).partition("</style>")[2]
+    table = _text.html_table("one", ["id"], [["<b>"]]).partition("</style>")[2]
     assert table == (
         '<div class="gradgate"><b>one</b><table><tr><th>id</th></tr><tr><td>&lt;b&gt;</td></tr></table></div>'
     )
@@ -75,7 +75,7 @@ def test_every_object_shows_itself(tmp_path):
 
 
 def test_many_incidents_are_counted_not_shown():
-    many = _html.IncidentList(incident(f"img_{number}.png") for number in range(1000))
+    many = _text.IncidentList(incident(f"img_{number}.png") for number in range(1000))
     texts = Reader(many._repr_html_()).texts
     assert texts[0] == "1,000 incidents"
     assert texts[-1] == "and 950 more"
@@ -84,7 +84,7 @@ def test_many_incidents_are_counted_not_shown():
     assert isinstance(many, list)
 
 
-@pytest.mark.parametrize(("ours", "page"), [(_html.LIGHT, COLOURS[0]), (_html.DARK, COLOURS[1])])
+@pytest.mark.parametrize(("ours", "page"), [(_text.LIGHT, COLOURS[0]), (_text.DARK, COLOURS[1])])
 def test_the_colours_are_those_of_the_page(ours, page):
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", page))
     assert all(colours[name] == value for name, value in re.findall(r"--(\w+):(#\w+)", ours))

@@ -149,8 +149,8 @@ class Location(NamedTuple):
 @lru_cache(maxsize=4096)
 def _span(location: Location) -> tuple[int, int | None, int | None, int | None]:
     spans = islice(location.code.co_positions(), location.instruction // 2, None)
-    line, *rest = next(spans, (None, None, None, None))
-    return (location.code.co_firstlineno if line is None else line, *rest)
+    line, end_line, start, end = next(spans, (None, None, None, None))
+    return location.code.co_firstlineno if line is None else line, end_line, start, end
 
 
 class SourceLine(NamedTuple):

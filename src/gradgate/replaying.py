@@ -15,12 +15,11 @@ from typing import Any, Literal
 import torch
 
 from gradgate._checks import wrong_type
-from gradgate._html import html_table
 from gradgate._names import describe, listed, suggest_names
 from gradgate._payload import Fields, decode, missing_in
 from gradgate._source import raising_line
 from gradgate._state import restored
-from gradgate._text import class_name, text_of, visible
+from gradgate._text import class_name, html_table, text_of, visible
 from gradgate._torch_private import leaf_of, nodes_below
 from gradgate.doctor import Diagnosis, diagnose
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError

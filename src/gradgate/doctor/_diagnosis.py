@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from gradgate._html import html_table
-from gradgate._text import json_text, text_of, visible
+from gradgate._text import html_table, json_text, text_of, visible
 from gradgate.doctor._case import SEVERITIES
 from gradgate.doctor._graph import Graph, Layer
 from gradgate.errors import ArgumentValueError

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from gradgate._html import html_table
 from gradgate._names import describe, listed
+from gradgate._text import html_table
 from gradgate._torch_private import OPTIMIZER_HOOKS
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._layers import FreezeHandle, Selector, bare, freeze_named, named_parameters, select

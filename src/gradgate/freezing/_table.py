@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from gradgate._html import html_table
 from gradgate._names import describe
+from gradgate._text import html_table
 from gradgate.errors import ArgumentTypeError
 from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
 from gradgate.freezing._layers import (

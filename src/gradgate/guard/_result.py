@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from gradgate._html import html_table, incident_html
 from gradgate._payload import LIMIT, encode
-from gradgate._text import log_line, user_level
+from gradgate._text import html_table, incident_html, log_line, user_level
 from gradgate._torch_private import as_written
 from gradgate._trees import BatchReader
 from gradgate.errors import ArgumentValueError, GradgateError, LedgerError, LedgerWarning, TooManyBadSamples

@@ -6,7 +6,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from gradgate._html import IncidentList
+from gradgate._text import IncidentList
 from gradgate.doctor import Diagnosis, trace
 from gradgate.records import Incident
 

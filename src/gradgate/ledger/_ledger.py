@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Unpack
 from weakref import finalize
 
-from gradgate._html import IncidentList, incident_html
+from gradgate._text import IncidentList, incident_html
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.ledger import _runs, _select
 from gradgate.ledger._exporting import export_incidents, pandas_frame, polars_frame
