@@ -47,7 +47,7 @@ library: Any = _native.library
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Tell whether the kernels may read tensors just as they lie in memory: on the CPU, and nothing traces the call."""
+    """Return whether the kernels may read tensors as they lie in memory: on the CPU, while nothing traces the call."""
     return not is_traced() and library is not None and are_plain(tensors)
 
 
@@ -72,7 +72,7 @@ class Layout(_native.Input):
 
 
 def address_of(x: torch.Tensor) -> int:
-    """Give the address of the first element; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
+    """Return the address of the first element; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
     offset = int(x.storage_offset())
     return storage_address(x) + offset * x.element_size() if offset else storage_address(x)
 
@@ -82,7 +82,7 @@ def _made(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def valid(x: torch.Tensor, keep: torch.Tensor | None, value: float) -> torch.Tensor:
-    """Give the mask of what is kept and is not the value; x and keep are contiguous and of one shape."""
+    """Return the mask of what is kept and is not the value; x and keep are contiguous and of one shape."""
     mask = _made(x.shape, torch.bool)
     library.valid(Layout(x, (1, x.numel(), 1), keep, value), mask.data_ptr())
     return mask
@@ -156,7 +156,7 @@ def squares(
 
 
 def extreme(layout: Layout, out_shape: Sequence[int], *, largest: bool) -> tuple[torch.Tensor, int]:
-    """Give the largest or smallest kept element of each slice, and how many slices may keep nothing."""
+    """Return the largest or smallest kept element of each slice, and how many slices may keep nothing."""
     out = _made(out_shape, _COMPUTED[layout.tensor.dtype])
     return out, _fold(layout, _LARGEST if largest else _SMALLEST, out)
 
@@ -169,14 +169,14 @@ def ties(layout: Layout, found: torch.Tensor) -> torch.Tensor:
 
 
 def find(layout: Layout, found: torch.Tensor) -> torch.Tensor:
-    """Give the first kept element of each slice that equals what was found in it; -1 if there is none."""
+    """Return the first kept element of each slice that equals what was found in it; -1 if there is none."""
     index = _made(found.shape, torch.int64)
     library.find(layout, address_of(found), index.data_ptr())
     return index
 
 
 def logsumexp(layout: Layout, out_shape: Sequence[int]) -> torch.Tensor:
-    """Give the logarithm of the sum of exponentials of each slice; -inf for nothing."""
+    """Return the logarithm of the sum of exponentials of each slice; -inf for nothing."""
     out = _made(out_shape, _COMPUTED[layout.tensor.dtype])
     if library.logsumexp(layout, out.data_ptr()) < 0:
         raise MemoryError(_NO_MEMORY)
@@ -184,17 +184,17 @@ def logsumexp(layout: Layout, out_shape: Sequence[int]) -> torch.Tensor:
 
 
 def distances(layout: Layout, center: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Give (x - center) * factor where the mask keeps, 0 elsewhere."""
+    """Return (x - center) * factor where the mask keeps, 0 elsewhere."""
     return _map(layout, _DISTANCES, center, factor)
 
 
 def shares(layout: Layout, found: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Give the share of its slice to each kept element that equals what was found there, 0 to the others."""
+    """Return the share of its slice to each kept element that equals what was found there, 0 to the others."""
     return _map(layout, _SHARES, found, share)
 
 
 def weights(layout: Layout, logsumexp: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Give exp(x - logsumexp) * factor where the mask keeps, 0 elsewhere."""
+    """Return exp(x - logsumexp) * factor where the mask keeps, 0 elsewhere."""
     return _map(layout, _WEIGHTS, logsumexp, factor)
 
 
@@ -205,7 +205,7 @@ def _map(layout: Layout, op: int, own: torch.Tensor, factor: torch.Tensor) -> to
 
 
 def softmax(layout: Layout, *, logarithm: bool) -> torch.Tensor:
-    """Give the softmax of each row, or its logarithm; 0, or -inf, where the mask keeps none."""
+    """Return the softmax of each row, or its logarithm; 0, or -inf, where the mask keeps none."""
     out = _made(layout.tensor.shape, _COMPUTED[layout.tensor.dtype])
     library.softmax(layout, logarithm, None, None, out.data_ptr())
     return out
@@ -214,14 +214,14 @@ def softmax(layout: Layout, *, logarithm: bool) -> torch.Tensor:
 def softmax_gradient(
     result: torch.Tensor, gradient: torch.Tensor, mask: torch.Tensor, shape: Shape, *, logarithm: bool
 ) -> torch.Tensor:
-    """Give the gradient of the input of a softmax of rows; all are contiguous, float32 or float64."""
+    """Return the gradient of the input of a softmax of rows; all are contiguous, float32 or float64."""
     out = _made(result.shape, result.dtype)
     library.softmax(Layout(result, shape, mask), logarithm, address_of(result), address_of(gradient), out.data_ptr())
     return out
 
 
 def fill(x: torch.Tensor, mask: torch.Tensor, value: complex) -> torch.Tensor:
-    """Give x where the mask keeps, and a value elsewhere; both contiguous and of one shape, of any dtype."""
+    """Return x where the mask keeps, and a value elsewhere; both contiguous and of one shape, of any dtype."""
     out = _made(x.shape, x.dtype)
     _choose(out, x, mask, torch.full((), value, dtype=x.dtype, device=_CPU))
     return out
@@ -246,7 +246,7 @@ def _choose(
 
 
 def expand(slices: torch.Tensor, mask: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Give each element that the mask keeps the value of its slice, and 0 to the others."""
+    """Return each element that the mask keeps the value of its slice, and 0 to the others."""
     out = _made(mask.shape, slices.dtype)
     library.expand(
         address_of(slices), address_of(mask), *shape, slices.element_size(), out.data_ptr(), torch.get_num_threads()
@@ -255,7 +255,7 @@ def expand(slices: torch.Tensor, mask: torch.Tensor, shape: Shape) -> torch.Tens
 
 
 def mode(layout: Layout, out_shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Give the last kept element with each slice's mode, how often that is kept, and how many slices keep nothing."""
+    """Return the last kept element with each slice's mode, how often that is kept, and how many slices keep nothing."""
     index, number = _made(out_shape, torch.int64), _made(out_shape, torch.int64)
     empty = library.mode(layout, index.data_ptr(), number.data_ptr())
     if empty < 0:
@@ -267,7 +267,7 @@ def mode(layout: Layout, out_shape: Sequence[int]) -> tuple[torch.Tensor, torch.
 
 
 def kept(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Give x where keep and +0 elsewhere; `keep` broadcasts to x."""
+    """Return x where keep and +0 elsewhere; `keep` broadcasts to x."""
     x, each = x.contiguous(), 1
     if keep.shape != x.shape:
         # One answer for whole rows is used as it is.
@@ -293,7 +293,7 @@ def overwrite(x: torch.Tensor, where: torch.Tensor, values: torch.Tensor | None)
 
 
 def checksums(x: torch.Tensor, weights: torch.Tensor, block: int) -> torch.Tensor:
-    """Give the sum of word times weight of each block of words of a contiguous tensor, for each row of weights."""
+    """Return the sum of word times weight of each block of words of a contiguous tensor, for each row of weights."""
     size = min(x.element_size(), 8)  # two words are one complex128
     count = x.numel() * x.element_size() // size
     sums = torch.empty((len(weights), -(-count // block)), dtype=torch.int64, device=_CPU)
@@ -302,7 +302,7 @@ def checksums(x: torch.Tensor, weights: torch.Tensor, block: int) -> torch.Tenso
 
 
 def repeats(index: torch.Tensor, size: int) -> bool:
-    """Tell whether an index names a place of a dimension twice, or one that does not exist."""
+    """Return whether an index names a place of a dimension twice, or one that does not exist."""
     index = index.contiguous()
     found: int = library.repeats(address_of(index), index.numel(), size)
     if found < 0:
@@ -311,7 +311,7 @@ def repeats(index: torch.Tensor, size: int) -> bool:
 
 
 def nonfinite(tensors: Sequence[torch.Tensor]) -> bool | None:
-    """Tell whether any of many tensors has a NaN or an Inf; None where the kernels cannot read all of them."""
+    """Return whether any of many tensors has a NaN or an Inf; None where the kernels cannot read all of them."""
     if library is None or is_traced() or not are_plain(tensors):
         return None
     addresses, counts, codes = array("q"), array("q"), array("q")
@@ -333,5 +333,5 @@ def nonfinite(tensors: Sequence[torch.Tensor]) -> bool | None:
 
 
 def memory(address: int, size: int) -> memoryview:
-    """Give a view of memory that somebody else owns, and keeps."""
+    """Return a view of memory that somebody else owns, and keeps."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

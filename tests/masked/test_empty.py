@@ -124,7 +124,7 @@ def test_dims_that_are_not_there():
 
 def test_kinds_that_a_function_does_not_take():
     with pytest.raises(
-        ArgumentTypeError, match=r"masked.mean\(\): `x` is an int32 tensor(.|\n)*the result is no integer"
+        ArgumentTypeError, match=r"masked.mean\(\): `x` is an int32 tensor(.|\n)*the result is generally not an integer"
     ):
         masked.mean(X.int())
     with pytest.raises(ArgumentTypeError, match="complex numbers have no order"):

@@ -81,7 +81,7 @@ class Library:
 
 
 def sources_version() -> int:
-    """Give the number that the build writes into the library: one for each text of the sources."""
+    """Return the number that the build writes into the library: one for each text of the sources."""
     text = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]")))
     return zlib.crc32(text) & 0x7FFFFFFF
 

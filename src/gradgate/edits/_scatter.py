@@ -206,7 +206,7 @@ class Scatter:
 
 
 def _column(per_entry: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Give a tensor of one value per entry the dimensions to broadcast over the entry's row."""
+    """Return a tensor of one value per entry the dimensions to broadcast over the entry's row."""
     return per_entry.reshape(-1, *[1] * (rows.dim() - 1))
 
 

@@ -1,9 +1,9 @@
 """Values left out, in value and in gradient.
 
 Every function takes `keep=` (a boolean mask, True takes part; or several, or a function of x) and `exclude=` (a value
-or values that do not). What is kept gives the value and the gradient that it would give if the rest had never been
-there; what is left out gets a gradient of exactly 0, also when it is NaN or infinite, and also when the gradient that
-arrives there is.
+or values that do not). The kept elements have the value and the gradient that they would have if the rest had never
+been there; a left-out element gets a gradient of exactly 0, even if it or the gradient that arrives there is NaN or
+infinite.
 """
 
 from gradgate._names import suggest_names

@@ -27,7 +27,7 @@ def apply_where(
 ) -> Tensor:
     """Compute `fn` only where `keep`, and `otherwise` only elsewhere: the `torch.where` that poisons no gradient.
 
-    Each function is called once, with its own elements of each argument as 1-D tensors, and gives one value for each
+    Each function is called once, with its own elements of each argument as 1-D tensors, and returns one value for each
     of them. So it may divide, take logarithms, look up tables or raise for what is not its own, and costs what its
     own elements cost. A function without any element is called with 0 elements; the dtype of the result therefore
     never depends on the data.
@@ -153,7 +153,7 @@ def _one_each(fn: Elementwise, own: list[Tensor], name: str) -> Tensor:
     if not isinstance(values, Tensor):
         raise ArgumentTypeError(
             f"apply_where(): `{name}` gave {describe(values)}.",
-            why="it is called with 1-D tensors and gives one value for each element, as a tensor.",
+            why="it is called with 1-D tensors and returns one value for each element, as a tensor.",
             fix="lambda x: torch.full_like(x, 1.0)   # for a constant",
         )
     if values.shape != own[0].shape:
@@ -186,7 +186,7 @@ def apply_rows(
             several: see `masked.valid`.
         args: One argument, or a plain tuple or list of several. Each is a tensor with as many rows, or a dict,
             namedtuple or other pytree of them; None stays None.
-        fn: Called as `fn(*rows)`. Gives a tensor with one row for each of its rows, or a tuple, list, dict or any
+        fn: Called as `fn(*rows)`. Returns a tensor with one row for each of its rows, or a tuple, list, dict or any
             pytree of such tensors; None in it stays None.
         fill_value: What the rows that are not kept give.
 
@@ -257,7 +257,7 @@ def _in_all_rows(result: Any, keep: Tensor, index: Tensor, some: bool, fill_valu
 
 
 def _fit(keep: Any, rows: Sequence[Any]) -> bool:
-    """Say whether all is well for certain: what `_check_rows` asks one by one, in a tenth of the time."""
+    """Return whether all is well for certain: what `_check_rows` asks one by one, in a tenth of the time."""
     if type(keep) is not Tensor or keep.dtype is not torch.bool or keep.dim() != 1:
         return False
     count, device = keep.shape[0], keep.device
@@ -319,7 +319,7 @@ def _placed(values: Tensor, index: Tensor, count: int, fill_value: complex, func
 
 
 def dtype_holding(values: Tensor, number: complex, name: str, function: str) -> torch.dtype:
-    """Give the dtype of values and a number in one tensor: that of the values if it holds the number, else wider."""
+    """Return the dtype of values and a number in one tensor: that of the values if it holds the number, else wider."""
     dtype = values.dtype
     if dtype.is_floating_point and not isinstance(number, complex):
         if number and math.inf > abs(number) > torch.finfo(dtype).max:

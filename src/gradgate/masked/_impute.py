@@ -31,14 +31,14 @@ def impute(
     through_statistic: bool = False,
     empty: Empty = ...,
 ) -> Tensor:
-    """Fill in what is left out, with a statistic of what is kept or with a value.
+    """Fill in the left-out elements with a statistic of the kept ones, or with a value.
 
     Args:
         x: The values.
         keep: A boolean mask that broadcasts to x; True stays as it is.
         exclude: A value or values to replace, NaN for instance.
         using: "mean", "median" or "mode" of the kept elements of a slice; or a function that is called with the kept
-            elements of one slice after the other, as a 1-D tensor, and gives one number (`torch.amax`,
+            elements of one slice after the other, as a 1-D tensor, and returns one number (`torch.amax`,
             `lambda kept: kept[-1]`); or a number, or a tensor that broadcasts to x.
         dim: The dimension or dimensions that a slice extends over: 0 for the statistic of each column. None for one
             statistic of everything.

@@ -22,15 +22,15 @@ _EPS = "it is added to the variance, so that there is something to divide by."
 def logsumexp(
     x: Tensor, dim: Dim = None, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> Tensor:
-    """Give the logarithm of the sum of the exponentials of the elements that are kept.
+    """Return the logarithm of the sum of the exponentials of the kept elements.
 
     Args:
         x: The values.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of -inf; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of -inf; "raise" for an error.
 
     Returns:
         The logsumexp of each slice.
@@ -39,8 +39,8 @@ def logsumexp(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        The softmax of what is kept; exactly 0 for what is not, for a slice with nothing kept, and for one that keeps
-        nothing but -inf, where torch.logsumexp gives NaN.
+        The softmax of the kept elements; exactly 0 for the others, for a slice with nothing kept, and for one that
+        keeps nothing but -inf, where that of torch.logsumexp is NaN.
 
     Examples:
         >>> gg.masked.logsumexp(torch.tensor([0.0, 0.0, 1e9]), exclude=1e9)
@@ -64,15 +64,15 @@ def softmax(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Give the elements that are kept as positive weights that add up to 1.
+    """Return the softmax of the kept elements: positive weights that add up to 1.
 
     Args:
         x: The values, floating.
         dim: The dimension along which the weights add up to 1, several of them, or None for all.
-        dtype: What x becomes first.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What every place of a slice with nothing kept gives instead of 0; "raise" for an error.
+        dtype: The dtype to convert x to first.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result in every place of a slice with nothing kept, instead of 0; "raise" for an error.
 
     Returns:
         A tensor of the shape of x: 0 where an element is left out, and a row of zeros for a slice with nothing kept
@@ -83,8 +83,8 @@ def softmax(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        That of torch.softmax for what is kept. Exactly 0 for what is not kept and for a row of zeros; nothing comes
-        back from the place of what is left out, not even NaN.
+        That of torch.softmax for the kept elements. Exactly 0 for the others and for a row of zeros; a gradient that
+        arrives at a left-out element, even NaN, goes nowhere.
 
     Examples:
         >>> scores = torch.tensor([[1.0, 1.0, 5.0], [1.0, 2.0, 3.0]])
@@ -106,15 +106,15 @@ def log_softmax(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Give the logarithm of the softmax of the elements that are kept.
+    """Return the logarithm of the softmax of the kept elements.
 
     Args:
         x: The values, floating.
         dim: The dimension along which the weights add up to 1, several of them, or None for all.
-        dtype: What x becomes first.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What every place of a slice with nothing kept gives instead of -inf; "raise" for an error.
+        dtype: The dtype to convert x to first.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result in every place of a slice with nothing kept, instead of -inf; "raise" for an error.
 
     Returns:
         A tensor of the shape of x: -inf where an element is left out, and a row of -inf for a slice with nothing kept
@@ -125,8 +125,8 @@ def log_softmax(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        That of torch.log_softmax for what is kept. Exactly 0 for what is not kept and for a row of -inf; nothing
-        comes back from the place of what is left out, not even NaN.
+        That of torch.log_softmax for the kept elements. Exactly 0 for the others and for a row of -inf; a gradient
+        that arrives at a left-out element, even NaN, goes nowhere.
 
     Examples:
         >>> gg.masked.log_softmax(torch.tensor([0.0, 0.0, 1e9]), exclude=1e9)
@@ -155,7 +155,7 @@ def layer_norm(
     keep: Keep = None,
     exclude: Exclude = None,
 ) -> Tensor:
-    """Normalize over the last dimensions, with the mean and the variance of the elements that are kept.
+    """Normalize over the last dimensions, with the mean and the variance of the kept elements.
 
     Args:
         x: The values, floating.
@@ -163,8 +163,8 @@ def layer_norm(
         weight: A factor for each place of `normalized_shape`.
         bias: What is added at each place of `normalized_shape`.
         eps: What is added to the variance.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
 
     Returns:
         A tensor of the shape of x, 0 where an element is left out.
@@ -174,8 +174,8 @@ def layer_norm(
         ArgumentValueError: The last dimensions of x do not have `normalized_shape`, or weight or bias have not.
 
     Gradient:
-        That of torch.nn.functional.layer_norm of what is kept, to x, weight and bias; exactly 0 to what is left out,
-        and nothing comes back from its place.
+        That of torch.nn.functional.layer_norm of the kept elements, to x, weight and bias; exactly 0 to the others, and
+        a gradient that arrives there goes nowhere.
 
     Examples:
         >>> gg.masked.layer_norm(torch.tensor([[1.0, 3.0, 1e9]]), [3], exclude=1e9)
@@ -213,7 +213,7 @@ def batch_norm(
     keep: Keep = None,
     exclude: Exclude = None,
 ) -> Tensor:
-    """Normalize each channel (dimension 1), with the mean and the variance of the elements that are kept.
+    """Normalize each channel (dimension 1), with the mean and the variance of the kept elements.
 
     Args:
         x: The values, floating, of shape (samples, channels, ...).
@@ -224,9 +224,9 @@ def batch_norm(
         training: Whether to use the statistics of x and move the running ones, or to use the running ones.
         momentum: How far the running statistics move.
         eps: What is added to the variance.
-        keep: A boolean mask that broadcasts to x; True takes part. A mask of samples is `keep[:, None]`, one of
+        keep: A boolean mask, broadcastable to x; True takes part. A mask of samples is `keep[:, None]`, one of
             places in a sequence of shape (samples, channels, length) is `keep[:, None, :]`.
-        exclude: A value or values that do not take part; NaN matches NaN.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
 
     Returns:
         A tensor of the shape of x, 0 where an element is left out. In a channel with nothing kept the running
@@ -238,8 +238,8 @@ def batch_norm(
             running statistics to use.
 
     Gradient:
-        That of torch.nn.functional.batch_norm of what is kept, to x, weight and bias; exactly 0 to what is left out,
-        and nothing comes back from its place. None to the running statistics.
+        That of torch.nn.functional.batch_norm of the kept elements, to x, weight and bias; exactly 0 to the others, and
+        a gradient that arrives there goes nowhere. None to the running statistics.
 
     Examples:
         >>> x = torch.tensor([[1.0], [3.0], [float("nan")]])

@@ -1,4 +1,4 @@
-"""What depends on the order of what is kept: amax, amin, argmax, argmin, cummax, cummin, median, quantile, mode."""
+"""Functions of the order of the kept elements: amax, amin, argmax, argmin, cummax, cummin, median, quantile, mode."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ Interpolation: TypeAlias = Literal["linear", "lower", "higher", "midpoint", "nea
 def amax(
     x: Tensor, dim: Dim = None, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> Tensor:
-    """Give the largest of the elements that are kept.
+    """Return the largest of the kept elements.
 
     Args:
         x: The values, of any real dtype.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of NaN; "raise" for an error.
 
     Returns:
         The largest element of each slice; NaN if NaN is kept.
@@ -75,15 +75,15 @@ def amax(
 def amin(
     x: Tensor, dim: Dim = None, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> Tensor:
-    """Give the smallest of the elements that are kept.
+    """Return the smallest of the kept elements.
 
     Args:
         x: The values, of any real dtype.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of NaN; "raise" for an error.
 
     Returns:
         The smallest element of each slice; NaN if NaN is kept.
@@ -107,23 +107,23 @@ def amin(
 def argmax(
     x: Tensor, dim: Dim = None, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> Tensor:
-    """Give where the largest of the elements that are kept is.
+    """Return where the largest of the kept elements is.
 
     Args:
         x: The values, of any real dtype.
         dim: The dimension to reduce; with several of them, or None for all, the index counts through them in
             row-major order.
-        keepdim: Whether reduced dimensions stay with size 1.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: The index that a slice with nothing kept gives; without it, and for "raise", that is an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The index for a slice with nothing kept; by default, and for "raise", that is an error.
 
     Returns:
         The index in each slice, int64: the first of the largest, or of NaN if NaN is kept.
 
     Raises:
         ArgumentTypeError: x is complex.
-        NothingKeptError: A slice has nothing kept and `empty` gives no index for it.
+        NothingKeptError: A slice has nothing kept, and `empty` is not an index.
 
     Examples:
         >>> gg.masked.argmax(torch.tensor([3, 255, 9]), exclude=255)
@@ -136,23 +136,23 @@ def argmax(
 def argmin(
     x: Tensor, dim: Dim = None, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> Tensor:
-    """Give where the smallest of the elements that are kept is.
+    """Return where the smallest of the kept elements is.
 
     Args:
         x: The values, of any real dtype.
         dim: The dimension to reduce; with several of them, or None for all, the index counts through them in
             row-major order.
-        keepdim: Whether reduced dimensions stay with size 1.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: The index that a slice with nothing kept gives; without it, and for "raise", that is an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The index for a slice with nothing kept; by default, and for "raise", that is an error.
 
     Returns:
         The index in each slice, int64: the first of the smallest, or of NaN if NaN is kept.
 
     Raises:
         ArgumentTypeError: x is complex.
-        NothingKeptError: A slice has nothing kept and `empty` gives no index for it.
+        NothingKeptError: A slice has nothing kept, and `empty` is not an index.
 
     Examples:
         >>> gg.masked.argmin(torch.tensor([3, 0, 9]), exclude=0)
@@ -184,7 +184,7 @@ def _position(slices: Slices, find: Callable[..., Tensor], limit: Callable[[torc
     last = limit(x.dtype)
     filled = fill(x, mask, last)
     index = find(filled, -1)
-    # Only where all that is kept equals what stands for the left-out can the search have found one of those.
+    # Only if all kept elements equal the fill value can the search have found a left-out one.
     tied = filled.gather(-1, index.unsqueeze(-1)).squeeze(-1) == last
     if can_sync(x, mask) and not tied.any():
         return slices.reduced(index)  # nothing is empty either: all of it would equal what stands for the left-out
@@ -202,25 +202,25 @@ class CumulativeResult(NamedTuple):
 def cummax(
     x: Tensor, dim: Dim = None, *, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> CumulativeResult:
-    """Give the largest of the elements that are kept up to each place, and where it is.
+    """Return the largest of the kept elements up to each place, and where it is.
 
     Args:
         x: The values, of any real dtype.
         dim: The dimension to go along; several of them, or None for all, are gone through in row-major order.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a place gives with nothing kept up to it, instead of NaN; "raise" for an error.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result where nothing is kept up to a place, instead of NaN; "raise" for an error.
 
     Returns:
         A named tuple (values, indices), both of the shape of x. The index is that of the last of equal elements, as in
-        torch; -1 where nothing is kept up to there. NaN that is kept is larger than all others.
+        torch; -1 where nothing is kept up to there. A kept NaN is larger than all others.
 
     Raises:
         ArgumentTypeError: x is complex.
         NothingKeptError: Up to a place nothing is kept, and x is of integers, or `empty="raise"`.
 
     Gradient:
-        To the element at the index, from all places that it stands for; exactly 0 to each that is not kept.
+        To the element at the index, from all places that it stands for; exactly 0 to the others.
 
     Examples:
         >>> gg.masked.cummax(torch.tensor([3, 0, 1, 5]), exclude=0).values
@@ -233,25 +233,25 @@ def cummax(
 def cummin(
     x: Tensor, dim: Dim = None, *, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> CumulativeResult:
-    """Give the smallest of the elements that are kept up to each place, and where it is.
+    """Return the smallest of the kept elements up to each place, and where it is.
 
     Args:
         x: The values, of any real dtype.
         dim: The dimension to go along; several of them, or None for all, are gone through in row-major order.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a place gives with nothing kept up to it, instead of NaN; "raise" for an error.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result where nothing is kept up to a place, instead of NaN; "raise" for an error.
 
     Returns:
         A named tuple (values, indices), both of the shape of x. The index is that of the last of equal elements, as in
-        torch; -1 where nothing is kept up to there. NaN that is kept is smaller than all others.
+        torch; -1 where nothing is kept up to there. A kept NaN is smaller than all others.
 
     Raises:
         ArgumentTypeError: x is complex.
         NothingKeptError: Up to a place nothing is kept, and x is of integers, or `empty="raise"`.
 
     Gradient:
-        To the element at the index, from all places that it stands for; exactly 0 to each that is not kept.
+        To the element at the index, from all places that it stands for; exactly 0 to the others.
 
     Examples:
         >>> gg.masked.cummin(torch.tensor([3, 0, 1, 5]), exclude=0).values
@@ -268,7 +268,7 @@ def _cumulative(slices: Slices, find: Callable[..., Any], limit: Callable[[torch
     x = one.x.detach().to(torch.uint8) if one.x.dtype is torch.bool else one.x.detach()
     last = limit(x.dtype)
     found = find(fill(x, mask, last), -1)
-    # Where all that is kept up to a place equals what stands for the left-out, the last kept one is meant.
+    # Where all elements kept up to a place equal the fill value, the last of them is meant.
     places = torch.arange(x.shape[-1], device=x.device).expand(x.shape)
     latest = torch.where(mask, places, -1).cummax(-1).values
     indices = torch.where(found.values == last, latest, found.indices)
@@ -278,7 +278,7 @@ def _cumulative(slices: Slices, find: Callable[..., Any], limit: Callable[[torch
 
 
 def _lowest(dtype: torch.dtype) -> Number:
-    """Give what no element of the dtype is beneath."""
+    """Return what no element of the dtype is beneath."""
     if dtype is torch.bool:
         return False
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
@@ -300,15 +300,15 @@ def median(
     empty: Empty = ...,
     interpolation: Interpolation = "midpoint",
 ) -> Tensor:
-    """Give the median of the elements that are kept: of an even number, the mean of the two in the middle.
+    """Return the median of the kept elements: of an even number, the mean of the two in the middle.
 
     Args:
         x: The values, of any real dtype.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of NaN; "raise" for an error.
         interpolation: Which of the two in the middle: "midpoint" for their mean as in numpy, "lower" as in
             torch.median, "higher", ...
 
@@ -346,19 +346,19 @@ def quantile(
     empty: Empty = ...,
     interpolation: Interpolation = "linear",
 ) -> Tensor:
-    """Give quantiles of the elements that are kept, for slices of any size.
+    """Return quantiles of the kept elements, for slices of any size.
 
     Args:
         x: The values, of any real dtype.
         q: Which quantile, from 0 to 1, or a sequence or 1-D tensor of them.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
         weights: How often each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
             out, also NaN. The rank is q x (sum of weights - 1), so a sum of 1 has room for one element only: weights
             that are shares have to be multiplied by the number of elements.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of NaN; "raise" for an error.
         interpolation: What lies between two elements, as in torch.quantile: "linear", "lower", "higher",
             "midpoint" or "nearest".
 
@@ -370,7 +370,7 @@ def quantile(
     Raises:
         ArgumentTypeError: x is complex.
         ArgumentValueError: q is not between 0 and 1, or the interpolation is unknown. A q that is a tensor is not
-            looked at unless x is of integers; a value of it that is not between 0 and 1 gives NaN.
+            looked at unless x is of integers; for a value that is not between 0 and 1 the result is NaN.
         NothingKeptError: A slice has nothing kept and the result is of integers, or `empty="raise"`.
 
     Gradient:
@@ -428,7 +428,7 @@ def _quantile(
 
 
 def _selected(slices: Slices, interpolation: Interpolation) -> tuple[Tensor, Tensor | None]:
-    """Give medians along the last dimension and the numbers kept, without putting everything in order."""
+    """Return medians along the last dimension and the numbers kept, without putting everything in order."""
     # The numbers are None where it was seen that nothing is empty.
     x, mask = slices.x, slices.full_mask()
     filled = fill(x.detach(), mask, math.nan)
@@ -453,13 +453,13 @@ def _selected(slices: Slices, interpolation: Interpolation) -> tuple[Tensor, Ten
             higher = torch.where(above.gather(-1, higher), higher, above.to(torch.uint8).argmax(-1, keepdim=True))
         other = torch.where(alone, index, higher)
         result = result * 0.5 + x.gather(-1, other) * 0.5
-    if not finite:  # NaN may be among what is kept, but need not
+    if not finite:  # NaN may be kept
         result = torch.where((x.detach().isnan() & mask).any(-1, keepdim=True), math.nan, result)
     return result.squeeze(-1), number.squeeze(-1)
 
 
 def _levels(q: float | Sequence[float] | Tensor, slices: Slices) -> tuple[bool, Tensor]:
-    """Give whether there are several quantiles, and all of them in a 1-D float64 tensor."""
+    """Return whether there are several quantiles, and all of them in a 1-D float64 tensor."""
     if isinstance(q, Tensor):
         if q.is_complex():
             _check_levels([q], slices.function)
@@ -527,16 +527,16 @@ class ModeResult(NamedTuple):
 def mode(
     x: Tensor, dim: Dim = -1, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> ModeResult:
-    """Give the most frequent of the kept values, where it is, and how often it occurs.
+    """Return the most frequent of the kept values, where it is, and how often it occurs.
 
-    Of several equally frequent values it is the smallest. All NaNs that are kept count as one value, larger than all
+    Of several equally frequent values it is the smallest. All kept NaNs count as one value, larger than all
     others; 0.0 and -0.0 count as one. The index is that of the last kept occurrence, always.
 
     Args:
         x: The values; anything but complex.
         dim: One dimension, several, or None for all.
         keepdim: Keep the reduced dimensions with size 1.
-        keep: A boolean mask that broadcasts to x; True takes part.
+        keep: A boolean mask, broadcastable to x; True takes part.
         exclude: A value or values that do not take part.
         empty: The value for a slice with nothing kept: NaN for floating x; an error for others unless a number is
             given. "raise" always raises.
@@ -612,7 +612,7 @@ def _composed(slices: Slices) -> tuple[Tensor, Tensor, bool]:
 
 
 def _picked(slices: Slices, rows: Slices, indices: Tensor) -> Tensor:
-    """Give the elements of x at the indices; without the dimension moved to the end, where that can be."""
+    """Return the elements of x at the indices; without the dimension moved to the end, where that can be."""
     if len(slices.dims) == 1 and slices.size:
         dim = slices.dims[0]
         return slices.x.gather(dim, indices.unsqueeze(dim)).squeeze(dim)

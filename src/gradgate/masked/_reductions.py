@@ -1,4 +1,4 @@
-"""Reductions that add or multiply what is kept: sum, prod, mean, count, cumsum, cumprod, var, std, norm, normalize."""
+"""Reductions that add or multiply: sum, prod, mean, count, cumsum, cumprod, var, std, norm, normalize."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ def sum(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Add up the elements that are kept.
+    """Add up the kept elements.
 
     Args:
         x: The values.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
-        dtype: What x becomes before it is added; integers become int64 without it, as in torch.
-        weights: How much each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
-            out, also NaN.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of 0; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        dtype: The dtype to convert x to first; by default integers become int64, as in torch.
+        weights: The weight of each element, broadcastable to x: 2 counts an element twice, 0 leaves it out, even NaN.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of 0; "raise" for an error.
 
     Returns:
         The sum over each slice.
@@ -44,8 +43,8 @@ def sum(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        1 (its weight) for each element that is kept, exactly 0 for each that is not; to the weights of what is kept
-        their elements.
+        1 (its weight) for each kept element, exactly 0 for the others; to the weights of kept
+        elements, those elements.
 
     Examples:
         >>> gg.masked.sum(torch.tensor([1.0, float("nan"), 2.0]), exclude=float("nan"))
@@ -72,16 +71,16 @@ def prod(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Multiply the elements that are kept.
+    """Multiply the kept elements.
 
     Args:
         x: The values.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
-        dtype: What x becomes before it is multiplied; integers become int64 without it, as in torch.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of 1; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        dtype: The dtype to convert x to first; by default integers become int64, as in torch.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of 1; "raise" for an error.
 
     Returns:
         The product over each slice.
@@ -90,8 +89,7 @@ def prod(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        For an element that is kept the product of the others that are, also where some are 0; exactly 0 for each
-        that is not kept.
+        For a kept element the product of the other kept ones, even if some are 0; exactly 0 for the others.
 
     Examples:
         >>> gg.masked.prod(torch.tensor([2, 0, 3]), exclude=0)
@@ -112,18 +110,17 @@ def mean(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Give the mean of the elements that are kept: their sum over their number.
+    """Return the mean of the kept elements: their sum over their number.
 
     Args:
         x: The values, floating or complex.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
-        dtype: What x becomes first; needed for integers.
-        weights: How much each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
-            out, also NaN.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        dtype: The dtype to convert x to first; required for integers.
+        weights: The weight of each element, broadcastable to x: 2 counts an element twice, 0 leaves it out, even NaN.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of NaN; "raise" for an error.
 
     Returns:
         The mean over each slice.
@@ -133,8 +130,8 @@ def mean(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        1 / (number kept in the slice), or its share of the weights, for each element that is kept, exactly 0 for each
-        that is not; a slice with nothing kept gives exactly 0 as well. To each weight kept, its element's distance to
+        1 / (number kept in the slice), or its share of the weights, for each kept element, exactly 0 for the
+        others and for a slice with nothing kept. To each kept weight, its element's distance to
         the mean over the sum of weights.
 
     Examples:
@@ -158,15 +155,15 @@ def mean(
 def count(
     x: Tensor, dim: Dim = None, *, keepdim: bool = False, keep: Keep = None, exclude: Exclude = None, empty: Empty = ...
 ) -> Tensor:
-    """Give how many elements are kept.
+    """Return how many elements are kept.
 
     Args:
         x: The values.
         dim: The dimension to reduce, several of them, or None for all.
-        keepdim: Whether reduced dimensions stay with size 1.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of 0; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of 0; "raise" for an error.
 
     Returns:
         The number for each slice, as int64.
@@ -192,25 +189,25 @@ def cumsum(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Add up the elements that are kept, one after the other.
+    """Add up the kept elements, one after the other.
 
     Args:
         x: The values.
         dim: The dimension to go along; several of them, or None for all, are gone through in row-major order.
-        dtype: What x becomes before it is added; integers become int64 without it, as in torch.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What every place of a slice with nothing kept gives instead of 0; "raise" for an error.
+        dtype: The dtype to convert x to first; by default integers become int64, as in torch.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result in every place of a slice with nothing kept, instead of 0; "raise" for an error.
 
     Returns:
-        A tensor of the shape of x: at each place the sum of what is kept up to there. The place of an element that
-        is left out repeats the sum before it.
+        A tensor of the shape of x: at each place the sum of the elements kept up to there. A left-out element
+        repeats the sum before it.
 
     Raises:
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        To each element that is kept the sum of the gradients from its place on; exactly 0 to each that is not.
+        To each kept element the sum of the gradients from its place on; exactly 0 to the others.
 
     Examples:
         >>> gg.masked.cumsum(torch.tensor([1.0, float("nan"), 2.0]), exclude=float("nan"))
@@ -229,25 +226,25 @@ def cumprod(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Multiply the elements that are kept, one after the other.
+    """Multiply the kept elements, one after the other.
 
     Args:
         x: The values.
         dim: The dimension to go along; several of them, or None for all, are gone through in row-major order.
-        dtype: What x becomes before it is multiplied; integers become int64 without it, as in torch.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What every place of a slice with nothing kept gives instead of 1; "raise" for an error.
+        dtype: The dtype to convert x to first; by default integers become int64, as in torch.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result in every place of a slice with nothing kept, instead of 1; "raise" for an error.
 
     Returns:
-        A tensor of the shape of x: at each place the product of what is kept up to there. The place of an element that
-        is left out repeats the product before it.
+        A tensor of the shape of x: at each place the product of the elements kept up to there. A left-out
+        element repeats the product before it.
 
     Raises:
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        That of torch.cumprod for each element that is kept, exact at zeros; exactly 0 to each that is not.
+        That of torch.cumprod for each kept element, exact at zeros; exactly 0 to the others.
 
     Examples:
         >>> gg.masked.cumprod(torch.tensor([2.0, float("nan"), 3.0]), exclude=float("nan"))
@@ -268,31 +265,30 @@ def var(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Give the variance of the elements that are kept.
+    """Return the variance of the kept elements.
 
     Args:
         x: The values, floating or complex.
         dim: The dimension to reduce, several of them, or None for all.
         correction: What is taken from the number kept before dividing by it, as in torch: 1 for a sample, 0 for all.
             With weights it is taken from their sum, so 1 is for weights that count; 0 for any others.
-        keepdim: Whether reduced dimensions stay with size 1.
-        weights: How much each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
-            out, also NaN.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        weights: The weight of each element, broadcastable to x: 2 counts an element twice, 0 leaves it out, even NaN.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of NaN; "raise" for an error.
 
     Returns:
-        The variance over each slice, real. With no more elements kept than `correction` it is what torch gives for
-        so few: NaN for one element.
+        The variance over each slice, real. With no more elements kept than `correction` it is that of torch: NaN for
+        one element.
 
     Raises:
         ArgumentTypeError: x is of integers.
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        2 (x - mean) / (number kept - correction) for each element that is kept, exactly 0 for each that is not. A
-        slice with no more elements kept than `correction` gives exactly 0; torch.var gives NaN there.
+        2 (x - mean) / (number kept - correction) for each kept element, exactly 0 for the others. It is
+        exactly 0 in a slice with no more elements kept than `correction`, where that of torch.var is NaN.
 
     Examples:
         >>> gg.masked.var(torch.tensor([1.0, 2.0, 3.0, -999.0]), exclude=-999)
@@ -313,32 +309,31 @@ def std(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Give the standard deviation of the elements that are kept.
+    """Return the standard deviation of the kept elements.
 
     Args:
         x: The values, floating or complex.
         dim: The dimension to reduce, several of them, or None for all.
         correction: What is taken from the number kept before dividing by it, as in torch: 1 for a sample, 0 for all.
             With weights it is taken from their sum, so 1 is for weights that count; 0 for any others.
-        keepdim: Whether reduced dimensions stay with size 1.
-        weights: How much each element counts, of a shape that broadcasts to x: 2 is the element twice, 0 leaves it
-            out, also NaN.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of NaN; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        weights: The weight of each element, broadcastable to x: 2 counts an element twice, 0 leaves it out, even NaN.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of NaN; "raise" for an error.
 
     Returns:
-        The standard deviation over each slice, real. With no more elements kept than `correction` it is what torch
-        gives for so few: NaN for one element.
+        The standard deviation over each slice, real. With no more elements kept than `correction` it is that of
+        torch: NaN for one element.
 
     Raises:
         ArgumentTypeError: x is of integers.
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        That of the variance over twice the standard deviation for each element that is kept, exactly 0 for each
-        that is not. It is exactly 0 where the standard deviation is 0, as in torch, and in a slice with no more
-        elements kept than `correction`, where torch.std gives NaN.
+        That of the variance over twice the standard deviation for each kept element, exactly 0 for
+        the others. It is exactly 0 where the standard deviation is 0, as in torch, and in a slice with no more
+        elements kept than `correction`, where that of torch.std is NaN.
 
     Examples:
         >>> gg.masked.std(torch.tensor([1.0, 2.0, 3.0, -999.0]), exclude=-999)
@@ -349,7 +344,7 @@ def std(
 
 
 def _deviation(slices: Slices, correction: float, weights: Tensor | None, *, root: bool) -> Tensor:
-    """Give the variance of what is kept of each slice, or its root."""
+    """Return the variance of the kept elements of each slice, or its root."""
     slices.refuse(integers=True)
     why = "it is taken from the number of elements: 1 for a sample, 0 for all there are."
     check_number(correction, "correction", slices.function, why, "correction=1")
@@ -383,7 +378,7 @@ def _weighed_squares(slices: Slices, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distances(slices: Slices) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the distances to the mean of the slice, 0 for what is left out, the means, and the numbers; keeps dims."""
+    """Return the distances to the mean of the slice, 0 for what is left out, the means, and the numbers; keeps dims."""
     # Halves become float32.
     mask = slices.full_mask()
     found = sums(replace(slices, keepdim=True), counted=True, wide=True)
@@ -394,7 +389,7 @@ def distances(slices: Slices) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _variance(slices: Slices, correction: float, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the variance where it is defined, what stands in its place elsewhere, and the number kept."""
+    """Return the variance where it is defined, what stands in its place elsewhere, and the number kept."""
     x, dtype = slices.x, slices.x.dtype
     if weights is not None:
         found, number = _weighed_squares(slices, weights)
@@ -424,17 +419,17 @@ def norm(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Give the vector norm of the elements that are kept.
+    """Return the vector norm of the kept elements.
 
     Args:
         x: The values, floating or complex.
         dim: The dimension to reduce, several of them, or None for all.
         ord: Which norm, as in torch.linalg.vector_norm: 2, 1, 0, infinity, or any other number.
-        keepdim: Whether reduced dimensions stay with size 1.
-        dtype: What x becomes first.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a slice with nothing kept gives instead of 0; "raise" for an error.
+        keepdim: Whether to keep the reduced dimensions, with size 1.
+        dtype: The dtype to convert x to first.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a slice with nothing kept, instead of 0; "raise" for an error.
 
     Returns:
         The norm of each slice, real.
@@ -444,7 +439,7 @@ def norm(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        That of torch.linalg.vector_norm for each element that is kept, exactly 0 for each that is not; exactly 0
+        That of torch.linalg.vector_norm for each kept element, exactly 0 for the others; exactly 0
         where the norm is 0.
 
     Examples:
@@ -466,7 +461,7 @@ def normalize(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Divide the elements that are kept by their norm.
+    """Divide the kept elements by their norm.
 
     Args:
         x: The values, floating or complex.
@@ -474,9 +469,9 @@ def normalize(
         ord: Which norm, as in torch.linalg.vector_norm.
         eps: A smaller norm counts as this, so that 0 stays 0. The gradient there is 1 / eps, as in
             torch.nn.functional.normalize; `masked.safe_normalize` has none. No less than the dtype can hold.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What every place of a slice with nothing kept gives instead of 0; "raise" for an error.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result in every place of a slice with nothing kept, instead of 0; "raise" for an error.
 
     Returns:
         A tensor of the shape of x, 0 where an element is left out.
@@ -486,7 +481,7 @@ def normalize(
         NothingKeptError: A slice has nothing kept and `empty="raise"`.
 
     Gradient:
-        That of x / max(norm, eps) for what is kept; exactly 0 for what is not, and nothing comes back from its place.
+        That of x / max(norm, eps) for the kept elements; exactly 0 for the others, and nothing comes back from there.
 
     Examples:
         >>> gg.masked.normalize(torch.tensor([3.0, 1e9, 4.0]), exclude=1e9)
@@ -503,7 +498,7 @@ def normalize(
 
 
 def _norm(slices: Slices, order: float, filled: Tensor) -> Tensor:
-    """Give the norm of each slice, 0 for one with nothing kept; filled has 0 in the place of what is left out."""
+    """Return the norm of each slice, 0 for one with nothing kept; filled has 0 in the place of what is left out."""
     check_order(order, function=slices.function)
     if slices.size == 0:
         slices = slices.with_mask()

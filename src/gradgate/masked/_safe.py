@@ -26,7 +26,7 @@ def safe_divide(x: Tensor | complex, y: Tensor | complex, *, fill_value: complex
     Args:
         x: The numerator, a tensor or a number.
         y: The denominator, a tensor or a number; the two broadcast, and at least one of them is a tensor.
-        fill_value: What a division by 0 gives, whatever the numerator is.
+        fill_value: The result of a division by 0, whatever the numerator is.
 
     Returns:
         `x / y`, and `fill_value` where y is 0.
@@ -66,7 +66,7 @@ def safe_log(x: Tensor, *, fill_value: complex = 0) -> Tensor:
 
     Args:
         x: The values.
-        fill_value: What 0 and, for real x, negative values give.
+        fill_value: The result for 0 and, if x is real, for negative values.
 
     Returns:
         `log(x)`, and `fill_value` at the bad points.
@@ -92,7 +92,7 @@ def safe_sqrt(x: Tensor, *, fill_value: complex = 0) -> Tensor:
 
     Args:
         x: The values.
-        fill_value: What negative values give, for real x.
+        fill_value: The result for negative values, if x is real.
 
     Returns:
         `sqrt(x)`, and `fill_value` where x is negative.
@@ -122,7 +122,7 @@ def safe_pow(x: Tensor, exponent: Tensor | float, *, fill_value: float = 0) -> T
     Args:
         x: The base, real.
         exponent: The exponent, a real tensor or number; the two broadcast.
-        fill_value: What 0 to a negative power, and a negative number to a power that is not whole, give.
+        fill_value: The result for 0 to a negative power, and for a negative number to a power that is not whole.
 
     Returns:
         `x ** exponent`, and `fill_value` at the bad points.
@@ -152,7 +152,7 @@ def safe_pow(x: Tensor, exponent: Tensor | float, *, fill_value: float = 0) -> T
         if exponent < 0 and not x.is_floating_point() and exponent == int(exponent):
             raise ArgumentTypeError(
                 f"masked.safe_pow(): `x` is {describe(x)}, `exponent` is {exponent}.",
-                why="a negative power of an integer is no integer.",
+                why="a negative power of an integer is not an integer.",
                 fix=f"masked.safe_pow(x.float(), {exponent})",
             )
         power = torch.as_tensor(exponent, dtype=torch.float64, device=x.device)
@@ -173,14 +173,14 @@ def safe_pow(x: Tensor, exponent: Tensor | float, *, fill_value: float = 0) -> T
 
 
 def _bad_power(x: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
-    """Say where `x ** power` is bad, and where of these its value is plainly 0."""
+    """Return where `x ** power` is bad, and where of these its value is plainly 0."""
     broken = (power != power.floor()) | torch.isinf(power)
     bad = ((x < 0) & broken & ~torch.isnan(power)) | ((x == 0) & (broken | (power < 0)) & ~torch.isnan(power))
     return bad, bad & (x == 0) & (power > 0)
 
 
 def safe_norm(x: Tensor, dim: int | Sequence[int] | None = None, *, ord: float = 2, keepdim: bool = False) -> Tensor:
-    """Give the length of vectors, with a gradient of 0 at the zero vector, in every order.
+    """Return the length of vectors, with a gradient of 0 at the zero vector, in every order.
 
     Args:
         x: The values, floating or complex.
@@ -228,7 +228,7 @@ def safe_normalize(x: Tensor, dim: int | Sequence[int] | None = -1, *, ord: floa
         ArgumentIndexError: x does not have that dimension.
 
     Gradient:
-        That of `x / norm(x)`; exactly 0 at the zero vector, where `torch.nn.functional.normalize` gives 1e12.
+        That of `x / norm(x)`; exactly 0 at the zero vector, where that of `torch.nn.functional.normalize` is 1e12.
 
     Examples:
         >>> gg.masked.safe_normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -242,7 +242,7 @@ def safe_normalize(x: Tensor, dim: int | Sequence[int] | None = -1, *, ord: floa
 def _without_zero_vectors(
     x: Tensor, dim: int | Sequence[int] | None, ord: float, function: str
 ) -> tuple[Tensor, Tensor]:
-    """Say which vectors have the length 0, and give x with ones in their place."""
+    """Return which vectors have the length 0, and give x with ones in their place."""
     check_tensor(x, name="x", function=function)
     if not (x.is_floating_point() or x.is_complex()):
         raise wrong_type(
@@ -271,7 +271,7 @@ def _norm(x: Tensor, ord: float, dim: int | Sequence[int] | None, keepdim: bool)
 
 
 def safe_acos(x: Tensor) -> Tensor:
-    """Give the angle of a cosine, also for a cosine of 1 and, by rounding, a little more.
+    """Return the angle of a cosine, also for a cosine of 1 and, by rounding, a little more.
 
     Args:
         x: Cosines, real.
@@ -295,7 +295,7 @@ def safe_acos(x: Tensor) -> Tensor:
 
 
 def safe_asin(x: Tensor) -> Tensor:
-    """Give the angle of a sine, also for a sine of 1 and, by rounding, a little more.
+    """Return the angle of a sine, also for a sine of 1 and, by rounding, a little more.
 
     Args:
         x: Sines, real.

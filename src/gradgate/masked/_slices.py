@@ -1,6 +1,6 @@
 """What a call reads and how it is computed.
 
-Which elements take part, which slices are reduced, what a slice with nothing kept gives; and the parts of the
+Which elements take part, which slices are reduced, the result of a slice with nothing kept; and the parts of the
 reductions, each on two paths that give the same values and gradients. The native kernels run on the CPU. Elsewhere, and
 where torch.compile, torch.func or FakeTensorMode traces the call, the same is composed of torch.where and torch's own
 reductions. Second derivatives are those of the composition.
@@ -33,12 +33,12 @@ _FLOATS = (torch.float32, torch.float64, *HALVES)
 
 
 def can_sync(*tensors: Tensor) -> bool:
-    """Tell whether the host may look at values without making a device wait: on the CPU, while nothing traces."""
+    """Return whether the host may look at values without making a device wait: on the CPU, while nothing traces."""
     return not is_traced() and all(x.is_cpu for x in tensors) and has_data(*tensors)
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Tell whether autograd records what is done with x; forward mode and torch.func count as recording."""
+    """Return whether autograd records what is done with x; forward mode and torch.func count as recording."""
     return (x.requires_grad and torch.is_grad_enabled()) or is_traced()
 
 
@@ -55,7 +55,7 @@ class Group(NamedTuple):
     results: tuple[Dims, Dims]  # the shape of a result, without keepdim and with it
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Give a tensor that broadcasts to the sizes as a kernel reads it, copied only if need be."""
+        """Return a tensor that broadcasts to the sizes as a kernel reads it, copied only if need be."""
         x = x if x.shape == self.sizes else x.expand(self.sizes)
         x = x.movedim(self.dims, self._last()) if self.moved else x
         return x if x.is_contiguous() else x.contiguous()
@@ -99,7 +99,7 @@ def _layout(slices: Slices, group: Group) -> Layout:
 
 
 def fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
-    """Give x where the mask is True and a value elsewhere; the gradient is exactly 0 there."""
+    """Return x where the mask is True and a value elsewhere; the gradient is exactly 0 there."""
     if x.dtype is torch.bool:
         value = bool(value)
     holds = x.dtype.is_complex or (x.dtype.is_floating_point and not isinstance(value, complex)) or type(value) is int
@@ -140,7 +140,7 @@ def counts(mask: Tensor, sizes: torch.Size, dims: Dims, keepdim: bool) -> Tensor
 
 
 def sums(slices: Slices, *, mean: bool = False, counted: bool = False, wide: bool = False) -> Sums:
-    """Add up what is kept of each slice, or give its mean; NaN if that is nothing."""
+    """Return the sum or the mean of the kept elements of each slice; the mean of none is NaN."""
     # Halves are added up in float32, and stay so if `wide`. Integers become int64.
     x, dtype = slices.x, slices.x.dtype
     to = torch.float32 if wide and dtype in HALVES else dtype
@@ -180,7 +180,7 @@ class _Sums(torch.autograd.Function):
 
 
 def _spread(slices: Tensor, mask: Tensor, group: Group) -> Tensor:
-    """Give each kept element the value of its slice, and 0 to the others, in the shape of the group."""
+    """Return each kept element the value of its slice, and 0 to the others, in the shape of the group."""
     outer, _, inner = group.shape
     if torch.is_grad_enabled() or not usable(slices, mask):
         return group.restored(torch.where(mask.view(group.shape), slices.reshape(outer, 1, inner), 0))
@@ -191,7 +191,7 @@ def _spread(slices: Tensor, mask: Tensor, group: Group) -> Tensor:
 
 
 def squares(slices: Slices) -> tuple[Tensor, Tensor]:
-    """Add up the squares of the distances to the mean of what is kept of each slice, float32 or float64; count it."""
+    """Return the sum of squared distances of the kept elements to the mean of their slice, and their number."""
     x, dims, keepdim = slices.x, slices.dims, slices.keepdim
     if _takes(slices, _FLOATS[:2]):
         group = group_of(x.shape, dims)
@@ -215,8 +215,8 @@ def exact_sum(x: Tensor, dims: Dims) -> Tensor:
 
 
 def variance(slices: Slices, correction: float) -> Tensor | None:
-    """Give the variance of what is kept of each slice, as torch does for few; None where the kernels cannot tell."""
-    # NaN for nothing. Nothing is recorded.
+    """Return the variance of the kept elements of each slice; None where the kernels cannot compute it."""
+    # NaN for too few elements, as in torch. Autograd does not record it.
     x = slices.x
     if correction < 0 or not _takes(slices) or (x.requires_grad and torch.is_grad_enabled()):
         return None
@@ -251,8 +251,8 @@ class _Squares(torch.autograd.Function):
 
 
 def extreme(slices: Slices, largest: bool) -> tuple[Tensor, bool]:
-    """Find the largest or the smallest of what is kept, floating; infinite where that is nothing."""
-    # The gradient is shared by those that are equal. Gives as well whether something is surely kept in every slice.
+    """Return the largest or smallest kept element, floating; infinite for a slice with nothing kept."""
+    # Equal elements share the gradient. The second result says whether every slice certainly keeps something.
     x, dims, keepdim = slices.x, slices.dims, slices.keepdim
     if _takes(slices):
         group = group_of(x.shape, dims)
@@ -300,8 +300,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def first_place(slices: Slices, largest: bool) -> Tensor | None:
-    """Give where the first of the largest or smallest of what is kept is, floating; -1 for nothing."""
-    # Gives None where the kernels cannot tell.
+    """Return the index of the first largest or smallest kept element, -1 for nothing; None without the kernels."""
     if not _takes(slices):
         return None
     group = group_of(slices.x.shape, slices.dims)
@@ -313,7 +312,7 @@ def first_place(slices: Slices, largest: bool) -> Tensor | None:
 
 
 def logsumexp(slices: Slices) -> Tensor:
-    """Give the logarithm of the sum of the exponentials of what is kept, with reduced dimensions of size 1."""
+    """Return the logarithm of the sum of exponentials of the kept elements, with reduced dimensions of size 1."""
     # It is -inf where nothing is kept, or nothing but -inf; its gradient is 0 there.
     x, dims = slices.x, slices.dims
     if _takes(slices):
@@ -358,7 +357,7 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def softmax(x: Tensor, mask: Tensor | None, logarithm: bool) -> Tensor:
-    """Give the softmax of what is kept along the last dimension, or its logarithm; without a mask NaN is left out."""
+    """Return the softmax of the kept elements of the last dimension, or its logarithm; no mask leaves NaN out."""
     # It is 0, or -inf for the logarithm, where an element is left out, and for a slice with nothing but -inf.
     if mask is None:
         if x.dtype in _FLOATS and usable(x) and not is_recorded(x):
@@ -391,7 +390,7 @@ def composed_softmax(x: Tensor, mask: Tensor, logarithm: bool) -> Tensor:
 
 
 def _with_weight(x: Tensor, mask: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
-    """Give the mask without the slices that keep nothing but -inf, and which these and the empty ones are."""
+    """Return the mask without the slices that keep nothing but -inf, and which these and the empty ones are."""
     weightless = (torch.where(mask, x.detach(), -math.inf) == -math.inf).all(dims, keepdim=True)
     return mask & ~weightless, weightless
 
@@ -441,12 +440,12 @@ Empty: TypeAlias = bool | int | float | complex | Literal["raise"] | EllipsisTyp
 
 
 def valid(x: Tensor, *, keep: Keep = None, exclude: Exclude = None, finite: bool = False) -> Tensor:
-    """Give the mask that the functions of this package use: True where an element takes part.
+    """Return the mask that the functions of this package use: True where an element takes part.
 
     Args:
         x: The values.
         keep: A boolean mask that broadcasts to the shape of x; True takes part. Or a function that is called with x and
-            gives one (`torch.isfinite`), or a tuple of masks and functions, which all have to agree.
+            returns one (`torch.isfinite`), or a tuple of masks and functions, which must all agree.
         exclude: A value that does not take part, or several (a list, a tuple, a set, a tensor of values). NaN
             matches NaN. A value that the dtype of x cannot hold (-1 for uint8, 0.5 for an integer) matches nothing.
         finite: Leave out NaN and infinities as well.
@@ -474,7 +473,7 @@ def valid(x: Tensor, *, keep: Keep = None, exclude: Exclude = None, finite: bool
 def mask_of(
     x: Tensor, keep: Keep, exclude: Exclude = None, *, function: str, lazy: bool = False
 ) -> tuple[Tensor | None, Number | None]:
-    """Give the mask that `keep` and `exclude` make together, of a shape that broadcasts to x; None if all take part."""
+    """Return the mask that `keep` and `exclude` make together, broadcastable to x; None if every element takes part."""
     # If `lazy`, a single excluded value is given as it is where the kernels may need no mask.
     if type(x) is not Tensor:
         check_tensor(x, name="x", function=function)
@@ -505,7 +504,7 @@ def mask_of(
 
 
 def excluding(x: Tensor, mask: Tensor | None, value: Any) -> Tensor:
-    """Give the mask of what is kept by a mask and is not the value; NaN is NaN."""
+    """Return the mask without the elements that equal the value; NaN equals NaN."""
     if x.dtype in _kernels.DTYPES and (_kernels.usable(x) if mask is None else _kernels.usable(x, mask)):
         return _kernels.valid(x.contiguous(), None if mask is None else mask.expand(x.shape).contiguous(), value)
     others = x == x if value != value else x != value
@@ -542,7 +541,7 @@ def _numbers(exclude: Any, function: str) -> list[Number]:
 
 
 def stored(number: Number, dtype: torch.dtype) -> Number | None:
-    """Give a number of the kind of a dtype, rounded no further than the dtype does; None if it cannot hold it."""
+    """Return a number of the kind of a dtype, rounded no further than the dtype does; None if it cannot hold it."""
     if dtype.is_complex:
         parts = [_stored_real(part, dtype) for part in (number.real, number.imag)]
         return None if None in parts else complex(*parts)  # type: ignore[arg-type]
@@ -566,7 +565,7 @@ def _stored_real(number: float, dtype: torch.dtype) -> float | None:
 
 
 def _matches_tensor(x: Tensor, value: Tensor) -> Tensor:
-    """Say where a 0-dim tensor's value is in x, without asking the host for it."""
+    """Return where a 0-dim tensor's value is in x, without asking the host for it."""
     fits = None
     if value.is_complex() and not x.is_complex():
         fits, value = value.imag == 0, value.real
@@ -602,43 +601,43 @@ class Slices:
 
     @property
     def whole(self) -> bool:
-        """Tell whether every element takes part for certain."""
+        """Return whether every element takes part for certain."""
         return self.keep is None and self.excluded is None
 
     @property
     def mask(self) -> Tensor | None:
-        """Give the mask, made now if need be; None if every element takes part."""
+        """Return the mask, made now if need be; None if every element takes part."""
         if self.excluded is not None:
             self.keep, self.excluded = excluding(self.x.detach(), None, self.excluded), None
         return self.keep
 
     @property
     def size(self) -> int:
-        """Give how many elements each slice has, kept or not."""
+        """Return how many elements each slice has, kept or not."""
         return math.prod([self.x.shape[d] for d in self.dims])
 
     def converted(self, dtype: torch.dtype) -> Slices:
-        """Give the same slices of another dtype; what is excluded is compared before."""
+        """Return the same slices of another dtype; what is excluded is compared before."""
         return replace(self, keep=self.mask, excluded=None, x=self.x.to(dtype))
 
     def filled(self, value: Number) -> Tensor:
-        """Give x with a value in the place of what is left out; its gradient is exactly 0 there."""
+        """Return x with a value in the place of what is left out; its gradient is exactly 0 there."""
         mask = self.mask
         return self.x if mask is None else fill(self.x, mask, value)
 
     def full_mask(self) -> Tensor:
-        """Give the mask in the shape of x."""
+        """Return the mask in the shape of x."""
         mask = self.mask
         if mask is None:
             return torch.ones_like(self.x, dtype=torch.bool)
         return mask if mask.shape == self.x.shape else mask.expand(self.x.shape)
 
     def number(self, keepdim: bool | None = None) -> Tensor:
-        """Give how many elements are kept in each slice."""
+        """Return how many elements are kept in each slice."""
         return counts(self.full_mask(), self.x.shape, self.dims, self.keepdim if keepdim is None else keepdim)
 
     def with_mask(self) -> Slices:
-        """Give the same slices with a mask and at least one element, kept or not, in each."""
+        """Return the same slices with a mask and at least one element, kept or not, in each."""
         # A slice of size 0 gets one element that is left out, so that what follows needs to know one case only.
         x, mask = self.x, self.full_mask()
         for d in self.dims:
@@ -649,7 +648,7 @@ class Slices:
         return Slices(x, mask, None, self.dims, self.keepdim, self.empty, self.function)
 
     def in_one_dim(self) -> Slices:
-        """Give the same slices along one last dimension."""
+        """Return the same slices along one last dimension."""
         if self.dims == (self.x.dim() - 1,):
             return Slices(self.x, self.keep, self.excluded, self.dims, False, self.empty, self.function)
         last = tuple(range(self.x.dim() - len(self.dims), self.x.dim()))
@@ -658,7 +657,7 @@ class Slices:
         return Slices(x, mask, self.excluded, (x.dim() - 1,), False, self.empty, self.function)
 
     def spread(self, result: Tensor) -> Tensor:
-        """Give a result of `in_one_dim` that still has its last dimension the shape of x."""
+        """Return a result of `in_one_dim` that still has its last dimension the shape of x."""
         if not self.dims:
             return result.squeeze(-1)
         if self.dims == (self.x.dim() - 1,):
@@ -668,14 +667,14 @@ class Slices:
         return torch.unflatten(result, -1, sizes).movedim(last, self.dims)
 
     def reduced(self, result: Tensor, leading: int = 0) -> Tensor:
-        """Give a result of `in_one_dim` without its last dimension the shape that keepdim asks for."""
+        """Return a result of `in_one_dim` without its last dimension the shape that keepdim asks for."""
         if self.keepdim:
             for d in self.dims:
                 result = result.unsqueeze(d + leading)
         return result
 
     def weighed(self, weights: Any) -> tuple[Slices, Tensor]:
-        """Give the slices without what has the weight 0, and the weights in the shape of x, 0 for what is left out."""
+        """Return the slices without elements of weight 0, and the weights in the shape of x, 0 where left out."""
         check_fits(
             check_tensor(weights, name="weights", function=self.function),
             self.x,
@@ -698,10 +697,12 @@ class Slices:
         if kind == "complex" and complexes:
             raise wrong_type(self.x, "x", self.function, "complex numbers have no order.", "x.abs()   # or x.real")
         if kind == "integer" and integers:
-            raise wrong_type(self.x, "x", self.function, "the result is no integer in general.", "x.to(torch.float32)")
+            raise wrong_type(
+                self.x, "x", self.function, "the result is generally not an integer.", "x.to(torch.float32)"
+            )
 
     def fill_empty(self, result: Tensor, natural: Number | None = None, number: Tensor | None = None) -> Tensor:
-        """Give slices with nothing kept their value; a gradient that arrives there goes nowhere."""
+        """Return slices with nothing kept their value; a gradient that arrives there goes nowhere."""
         # `natural` is what stands there already by the function's own rule; None if the rule is NaN for a result that
         # can hold it and an error for one that cannot. `number` is how many are kept, where that is known.
         if (natural is not None and self.empty is ...) or (self.whole and self.size > 0):
@@ -736,7 +737,7 @@ class Slices:
             assert_later((number != 0).all(), f"{self.function}(): nothing is kept in a slice, and no empty= is given.")
 
     def _named(self, number: Tensor) -> str:
-        """Say which slices have nothing kept, as one would index them."""
+        """Return which slices have nothing kept, as one would index them."""
         shape = [1 if d in self.dims else size for d, size in enumerate(self.x.shape)]
         if number.numel() != math.prod(shape):  # windows, or what comes up to each place
             bad = (number == 0).nonzero()
@@ -765,7 +766,7 @@ def slices_of(
     """Read the arguments that all functions share; `exclude` is compared before x becomes another dtype."""
     mask, excluded = mask_of(x, keep, exclude, function=function, lazy=dtype is None)
     if not (empty is ... or isinstance(empty, (bool, int, float, complex)) or empty == "raise"):
-        why = 'it is what a slice with nothing kept gives: a number, or "raise".'
+        why = 'it is the result of a slice with nothing kept: a number, or "raise".'
         raise wrong_type(empty, "empty", function, why, 'empty=0.0   # or "raise"')
     if keepdim is not True and keepdim is not False:
         raise wrong_type(

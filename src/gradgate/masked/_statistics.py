@@ -16,7 +16,7 @@ from gradgate.masked._slices import HALVES, Dim, Exclude, Keep, Slices, exact_su
 
 
 class HistogramResult(NamedTuple):
-    """How much of what is kept lies in each bin, and the edges of the bins."""
+    """How many kept elements lie in each bin, and the edges of the bins."""
 
     hist: Tensor
     bin_edges: Tensor
@@ -33,7 +33,7 @@ def histogram(
     keep: Keep = None,
     exclude: Exclude = None,
 ) -> HistogramResult:
-    """Count the elements that are kept in bins.
+    """Count the kept elements in bins.
 
     Args:
         x: The values, of any real dtype.
@@ -43,9 +43,9 @@ def histogram(
         range: The lowest and the highest edge; without it, the smallest and the largest of all elements kept. What is
             outside is not counted.
         density: Give the share of each bin divided by its width instead of its count.
-        weights: How much each element counts, of a shape that broadcasts to x; 0 leaves out, also NaN.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
+        weights: The weight of each element, broadcastable to x; 0 leaves it out, even NaN.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
 
     Returns:
         A named tuple (hist, bin_edges). The bins are the last dimension of hist, which is of integers without
@@ -97,7 +97,7 @@ def _edges(slices: Slices, bins: int, range: Sequence[float] | None) -> Tensor:
     else:
         low, high = amin(x, keep=slices.mask, empty=0.0), amax(x, keep=slices.mask, empty=1.0)
         if has_data(low, high) and not (torch.isfinite(low) & torch.isfinite(high)):
-            why = "the smallest and the largest element that are kept are not finite."
+            why = "the smallest and the largest kept element are not finite."
             fix = "keep=torch.isfinite   # or a range"
             raise wrong_value([low.item(), high.item()], "range", slices.function, why, fix)
     flat = low == high  # as in numpy, one value lies in the middle
@@ -106,17 +106,17 @@ def _edges(slices: Slices, bins: int, range: Sequence[float] | None) -> Tensor:
 
 
 def cov(x: Tensor, *, correction: float = 1, keep: Keep = None, exclude: Exclude = None) -> Tensor:
-    """Give the covariances of variables, each from the observations in which both of the two are kept.
+    """Return the covariances of variables, each from the observations in which both of the two are kept.
 
     Args:
         x: The values, floating or complex: variables x observations, as in torch.cov, after any batch dimensions; or
             the observations of one variable.
         correction: What is taken from the number of observations before dividing by it.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
 
     Returns:
-        A matrix of variables x variables: at (i, j) what torch.cov gives for the two without the observations in which
+        A matrix of variables x variables: at (i, j) that of torch.cov for the two, without the observations in which
         one of them is left out; NaN for no more observations than `correction`. As each pair has observations of its
         own, the matrix need not be positive semi-definite; `keep=mask.all(0)` takes complete observations alone.
 
@@ -138,15 +138,15 @@ def cov(x: Tensor, *, correction: float = 1, keep: Keep = None, exclude: Exclude
 
 
 def corrcoef(x: Tensor, *, keep: Keep = None, exclude: Exclude = None) -> Tensor:
-    """Give the correlations of variables, each from the observations in which both of the two are kept.
+    """Return the correlations of variables, each from the observations in which both of the two are kept.
 
     Args:
         x: The values, floating or complex: variables x observations, as in torch.corrcoef, after any batch dimensions.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
 
     Returns:
-        A matrix of variables x variables: at (i, j) what torch.corrcoef gives for the two without the observations in
+        A matrix of variables x variables: at (i, j) that of torch.corrcoef for the two, without the observations in
         which one of them is left out; NaN where one of the two does not vary.
 
     Raises:
@@ -174,7 +174,7 @@ class _Pairs(NamedTuple):
     """Sums over the observations that two variables have in common; x is centered, with 0 for what is left out."""
 
     x: Tensor
-    mask: Tensor  # of numbers, 1 for what is kept
+    mask: Tensor  # of numbers, 1 for a kept element
     number: Tensor
     some: Tensor  # the number, 1 at least
     sums: Tensor  # at (i, j) the sum of variable i
@@ -200,6 +200,6 @@ class _Pairs(NamedTuple):
         return cls(x, mask, number, some, sums, products, every @ every.mT == number)
 
     def where(self, defined: Tensor, result: Tensor, x: Tensor) -> Tensor:
-        """Give a result where it is defined and NaN elsewhere, in the dtype of x, 0-dim for one variable."""
+        """Return a result where it is defined and NaN elsewhere, in the dtype of x, 0-dim for one variable."""
         result = torch.where(defined & self.exact, result, torch.nan).to(x.dtype)
         return result.reshape(()) if x.dim() < 2 else result

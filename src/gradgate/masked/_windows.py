@@ -1,4 +1,4 @@
-"""What is kept under a window or a key: avg_pool, max_pool, conv, attention."""
+"""The kept elements under a window or a key: avg_pool, max_pool, conv, attention."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def avg_pool(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Give the mean of the elements that are kept under each window.
+    """Return the mean of the kept elements under each window.
 
     Args:
         x: The values, floating, of shape (samples, channels, ...) with one to three more dimensions.
         kernel_size: The size of the window.
         stride: How far the window moves; its own size without it.
         padding: How far the window reaches beyond x; there is nothing there that could take part.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a window with nothing kept gives instead of NaN; "raise" for an error.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a window with nothing kept, instead of NaN; "raise" for an error.
 
     Returns:
         The mean under each window; with everything kept that of torch with `count_include_pad=False`.
@@ -46,8 +46,8 @@ def avg_pool(
         NothingKeptError: A window has nothing kept and `empty="raise"`.
 
     Gradient:
-        1 / (number kept) from each window to each of its elements that is kept, exactly 0 to each that is not, and from
-        a window with nothing kept.
+        1 / (number kept) from each window to each of its kept elements, exactly 0 to the others, and from a window
+        with nothing kept.
 
     Examples:
         >>> gg.masked.avg_pool(torch.tensor([[[1.0, 3.0, float("nan"), 5.0]]]), 2, keep=torch.isfinite)
@@ -79,7 +79,7 @@ def max_pool(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Give the largest of the elements that are kept under each window.
+    """Return the largest of the kept elements under each window.
 
     Args:
         x: The values, floating, of shape (samples, channels, ...) with one to three more dimensions.
@@ -87,9 +87,9 @@ def max_pool(
         stride: How far the window moves; its own size without it.
         padding: How far the window reaches beyond x; there is nothing there that could take part.
         dilation: How far apart the elements of a window are.
-        keep: A boolean mask that broadcasts to x; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a window with nothing kept gives instead of NaN; "raise" for an error.
+        keep: A boolean mask, broadcastable to x; True takes part.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a window with nothing kept, instead of NaN; "raise" for an error.
 
     Returns:
         The largest element under each window; NaN if NaN is kept.
@@ -100,7 +100,7 @@ def max_pool(
         NothingKeptError: A window has nothing kept and `empty="raise"`.
 
     Gradient:
-        To the first of the largest elements that are kept of each window, as in torch; exactly 0 to all others.
+        To the first of the largest kept elements of each window, as in torch; exactly 0 to all others.
 
     Examples:
         >>> gg.masked.max_pool(torch.tensor([[[1.0, 255.0, 7.0, 5.0]]]), 2, exclude=255)
@@ -133,7 +133,7 @@ def conv(
     exclude: Exclude = None,
     empty: Empty = ...,
 ) -> Tensor:
-    """Convolve what is kept, scaled up by how much of each window that is: a partial convolution.
+    """Convolve the kept elements, scaled up by the share of each window that is kept: a partial convolution.
 
     Args:
         x: The values, floating, of shape (samples, channels, ...) with one to three more dimensions.
@@ -144,8 +144,8 @@ def conv(
         dilation: How far apart the elements of a window are.
         groups: How many groups of channels are convolved each on its own.
         keep: A boolean mask that broadcasts to x, `(samples, 1, height, width)` for one of places; True takes part.
-        exclude: A value or values that do not take part; NaN matches NaN.
-        empty: What a window with nothing kept gives instead of 0; "raise" for an error.
+        exclude: A value, or several, that do not take part; NaN matches NaN.
+        empty: The result of a window with nothing kept, instead of 0; "raise" for an error.
 
     Returns:
         The convolution of x with 0 for what is left out, times the number of elements of x under the window divided by
@@ -195,7 +195,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Give the attention of queries to the keys that are kept for them; 0 to a query that has none.
+    """Return the attention of each query to the keys that are kept for it; 0 for a query that has none.
 
     Args:
         query: Of shape (..., queries, features).
@@ -207,7 +207,7 @@ def attention(
         scale: What the products of queries and keys are multiplied with; 1 / sqrt(features) without it.
 
     Returns:
-        What torch.nn.functional.scaled_dot_product_attention gives for each query with its own keys alone; a row of 0
+        That of torch.nn.functional.scaled_dot_product_attention for each query with its own keys alone; a row of 0
         for a query that keeps none. A query that keeps a key with NaN or an infinity in it gets a row of NaN, and no
         other does.
 
@@ -216,8 +216,8 @@ def attention(
         ArgumentValueError: `keep` does not broadcast to the scores.
 
     Gradient:
-        That of torch's for what is kept. Exactly 0 to a query without keys, and to a key, with its value, that no query
-        keeps, also when it is NaN.
+        That of torch for the kept keys. Exactly 0 to a query without keys, and to a key, and its value, that no query
+        keeps, even when it is NaN.
 
     Examples:
         >>> x = torch.randn(2, 3, 4)
@@ -248,7 +248,7 @@ def attention(
 
 
 def _any_of(mask: Tensor, dim: int, like: Tensor) -> Tensor:
-    """Say whether any of a dimension is kept, in the shape of a tensor with fewer batch dimensions."""
+    """Return whether any of a dimension is kept, in the shape of a tensor with fewer batch dimensions."""
     return mask.any(dim).long().sum_to_size(like.shape) > 0
 
 
