@@ -64,7 +64,7 @@ class Examination:
         self.begin_step()
         if model is not None:
             self.tracer.reuse.start(model.parameters())
-            self.tracer.running.drawn = frozenset(id(module) for module in model.modules())
+            self.tracer.drawn = frozenset(id(module) for module in model.modules())
 
     def begin_step(self) -> None:
         self.gradients = Gradients(self.model.parameters() if self.model is not None else ())
@@ -512,7 +512,7 @@ class Tracing:
             return
         self.resume()
         self._validating = True
-        self._examination.tracer.running.begin(module, self._examination.tracer.trace)
+        self._examination.tracer.begin_module(module)
 
     def end_validation(self) -> None:
         """Stop tracing a validation, and report it if BatchNorm learned from it."""

@@ -18,8 +18,7 @@ from gradgate._state import frozen_elements
 from gradgate._torch_private import node_number, undispatched
 from gradgate.doctor._case import Case
 from gradgate.doctor._numerics import Gradient, is_readable, norm_of
-from gradgate.doctor._trace import BadValue, Op
-from gradgate.doctor._tracer import LOSS, GradientPath
+from gradgate.doctor._trace import LOSS, BadValue, GradientPath, Op
 from gradgate.doctor.rules._gradients import cut_of
 from gradgate.doctor.rules._nonfinite import births_behind_loss, births_in_backward
 from gradgate.records import Finding
@@ -352,7 +351,11 @@ def _backward_path(case: Case, births: list[BadValue], indices: dict[int, int]) 
     first = max(births, key=lambda birth: birth.op)
     born = indices.get(id(_module_of(case, trace.ops[first.op])), LOSS) if first.op >= 0 else LOSS
     path = {born: None}
-    sent = {id(trace.calls[path.call].module) for path in trace.paths if path.call >= 0 and path.is_bad}
+    sent = {
+        id(trace.calls[path.call].module)
+        for path in trace.paths
+        if path.call >= 0 and not math.isfinite(path.norm or 0)
+    }
     before = trace.ops[: first.op + 1] if first.op >= 0 else trace.ops
     worked = [trace.calls[op.call] for op in reversed(before) if op.call >= 0]
     workers = {id(call.module): call.module for call in worked if call.leaf and id(call.module) in indices}

@@ -1,20 +1,16 @@
-"""The contents of tensors: non-finite values and where they first appear, zeros, norms, and the gradients of a step."""
+"""The contents of tensors: non-finite values, zeros, norms, and the gradients of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from gradgate._names import describe
 from gradgate._torch_private import local_part, undispatched, write_count
-from gradgate.doctor._trace import BadValue, Operator, storage_of, tensors_in
-
-if TYPE_CHECKING:
-    from gradgate.doctor._tracer import Tracer
 
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
@@ -148,84 +144,3 @@ class Gradients:
         bad = bad_kind(gradient) if not math.isfinite(norm) else None
         zero = norm == 0 and is_all_zero(gradient)
         return Gradient(True, zero, bad, norm, norm_of(parameter) if is_readable(parameter) else math.nan)
-
-
-# --- the first non-finite result in forward ---------------------------------------------------------------------------
-
-
-class Mark(NamedTuple):
-    """The kind of bad value that a piece of memory holds, and which value it is."""
-
-    kind: Kind
-    value: int
-
-
-class NonfiniteTracker:
-    """Checks the results of operations."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-        self.marks: dict[int, Mark] = {}
-
-    def value_in(self, tensor: torch.Tensor) -> int:
-        mark = self.marks.get(storage_of(tensor))
-        return mark.value if mark is not None else -1
-
-    def marks_of_targets(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Mark | None]:
-        """Return the marks of the tensors that an operator is about to write to."""
-        return [self.marks.get(storage_of(x)) for x in operator.targets(args, kwargs)] if self.marks else []
-
-    def check(
-        self,
-        operator: Operator,
-        number: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[torch.Tensor],
-        result: Any,
-        outputs: list[int],
-        before: list[Mark | None] | None,
-    ) -> None:
-        """Check the results of an operation; `before` has the marks of its targets if it writes in place."""
-        trace = self.tracer.trace
-        targets = operator.targets(args, kwargs) if before is not None else tensors_in(result)
-        for tensor, value in zip(targets, outputs, strict=False):
-            if not is_readable(tensor):
-                continue
-            amount = total(tensor)
-            storage = tensor.untyped_storage().data_ptr()
-            if amount - amount == 0:
-                if self.marks and before is None:
-                    self.marks.pop(storage, None)
-                continue
-            kind = bad_kind(tensor)
-            if kind is None:  # only the sum overflowed
-                continue
-            # The running statistics of a batch norm are among its inputs, and have been written to by now.
-            read = inputs[:3] if "batch_norm" in operator.name else inputs
-            if not self._is_inherited(kind, read, before, number):
-                numbers = [x for x in (*args, *kwargs.values()) if isinstance(x, float)]
-                deliberate = kind == "inf" and not all(map(math.isfinite, numbers))  # as a mask is filled with -inf
-                detail = inputs_at(tensor, inputs if before is None else ()) if not deliberate else ""
-                shape, rows = tuple(tensor.shape), bad_rows(tensor)
-                trace.bad.append(BadValue(kind, "forward", number, value, rows, shape, detail, deliberate))
-            self.marks[storage] = Mark(kind, value)
-            trace.spoiled.add(value)
-
-    def _is_inherited(
-        self, kind: str, inputs: list[torch.Tensor], before: list[Mark | None] | None, number: int
-    ) -> bool:
-        """Return whether an input was bad in the same way already, and record what came in from outside."""
-        kinds = {mark.kind for mark in before or () if mark is not None}
-        for tensor in inputs if before is None else inputs[len(before or [None]) :]:
-            storage = storage_of(tensor)
-            mark = self.marks.get(storage)
-            found = mark.kind if mark is not None else bad_kind(tensor) if is_suspicious(tensor) else None
-            if found is None:
-                continue
-            kinds.add(found)
-            if mark is None:
-                value, rows, shape = self.tracer.values.of(tensor), bad_rows(tensor), tuple(tensor.shape)
-                self.tracer.trace.bad.append(BadValue(found, "arrived", number, value, rows, shape))
-                self.marks[storage] = Mark(found, value)
-        return kind in kinds or "nan" in kinds

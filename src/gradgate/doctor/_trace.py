@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from gradgate._source import Location
 from gradgate._torch_private import is_view, schema_of
-
-if TYPE_CHECKING:
-    from gradgate.doctor._tracer import GradientPath
+from gradgate.doctor._numerics import Kind, is_readable, norm_of
 
 # --- memory: which bytes a tensor covers ------------------------------------------------------------------------------
 
@@ -30,9 +28,19 @@ if TYPE_CHECKING:
 class Region(NamedTuple):
     storage: int
     start: int
+    end: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    size: int
+    size: int  # of an element
+
+    @property
+    def is_dense(self) -> bool:
+        return self.end - self.start == math.prod(self.shape) * self.size
+
+    def mark(self, marks: torch.Tensor, low: int) -> torch.Tensor:
+        """Return the part of the marks, one for each byte from `low` on, that it covers."""
+        strides = [stride * self.size for stride in self.stride]
+        return marks.as_strided((*self.shape, self.size), (*strides, 1), self.start - low)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -44,42 +52,24 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    try:
-        storage = tensor.untyped_storage().data_ptr()
-        return Region(storage, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
-    except (RuntimeError, NotImplementedError):
-        return Region(0, 0, (), (), 1)
+    storage = storage_of(tensor)
+    if not storage or not tensor.numel():
+        return Region(0, 0, 0, (), (), 1)
+    start, size = tensor.data_ptr(), tensor.element_size()
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return Region(storage, start, start + (reach + 1) * size, tuple(tensor.shape), tensor.stride(), size)
 
 
 def overlaps(one: Region, other: Region) -> bool:
     """Return whether two tensors share at least one byte."""
-    if not one.storage or one.storage != other.storage or 0 in one.shape or 0 in other.shape:
+    if not one.storage or one.storage != other.storage or max(one.start, other.start) >= min(one.end, other.end):
         return False
-    first, last = _byte_range(one)
-    begin, end = _byte_range(other)
-    if last <= begin or end <= first:
-        return False
-    if _is_dense(one) and _is_dense(other):
+    if one.is_dense and other.is_dense:
         return True
-    low, high = min(first, begin), max(last, end)
+    low, high = min(one.start, other.start), max(one.end, other.end)
     marks = torch.zeros(high - low, dtype=torch.bool)
-    _bytes(marks, one, low).fill_(True)
-    return bool(_bytes(marks, other, low).any())
-
-
-def _byte_range(region: Region) -> tuple[int, int]:
-    reach = sum((size - 1) * stride for size, stride in zip(region.shape, region.stride, strict=True))
-    return region.start, region.start + (reach + 1) * region.size
-
-
-def _is_dense(region: Region) -> bool:
-    first, last = _byte_range(region)
-    return last - first == math.prod(region.shape) * region.size
-
-
-def _bytes(marks: torch.Tensor, region: Region, low: int) -> torch.Tensor:
-    strides = [stride * region.size for stride in region.stride]
-    return marks.as_strided((*region.shape, region.size), (*strides, 1), region.start - low)
+    one.mark(marks, low).fill_(True)
+    return bool(other.mark(marks, low).any())
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -97,8 +87,7 @@ class Operator:
     """What the tracer needs to know of an operator."""
 
     name: str
-    written: tuple[int, ...]
-    written_names: tuple[str, ...]
+    written: tuple[tuple[int, str], ...]  # the positions and names of the arguments that it writes to
     view: bool
     silent: bool
     shape_only: bool  # reads the shape, dtype and device of its inputs, not their values
@@ -106,9 +95,8 @@ class Operator:
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
         """Yield the tensors that a call writes to."""
-        named = (kwargs[name] for name in self.written_names if name in kwargs)
-        for target in (*(args[position] for position in self.written if position < len(args)), *named):
-            yield from tensors_in(target)
+        for position, name in self.written:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
@@ -123,15 +111,11 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 def operator_of(func: Any) -> Operator:
     schema = schema_of(func)
     space, _, name = schema.name.partition("::")
-    written = [
-        (position, argument)
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    arguments = [(argument.alias_info, argument.name) for argument in schema.arguments]
+    written = tuple((n, name) for n, (alias, name) in enumerate(arguments) if alias is not None and alias.is_write)
     return Operator(
         name=name,
-        written=tuple(position for position, argument in written if not argument.kwarg_only),
-        written_names=tuple(argument.name for _, argument in written),
+        written=written,
         view=not written and any(result.alias_info is not None for result in schema.returns),
         silent=name in _SILENT or (space not in ("aten", "prims") and not schema.returns),
         shape_only=space == "aten" and (name.endswith("_like") or name.startswith("new_")),
@@ -158,6 +142,11 @@ class Op(NamedTuple):
     @property
     def name(self) -> str:
         return self.operator.name
+
+    @property
+    def shown(self) -> str:
+        """The expression that it stands for in the user's line, or its name."""
+        return self.location.expression if self.location is not None else self.name
 
     @property
     def sources(self) -> list[int]:
@@ -219,7 +208,7 @@ class Switch(NamedTuple):
 class BadValue:
     """A NaN or an infinity, where it was produced or came in."""
 
-    kind: Literal["nan", "inf"]
+    kind: Kind
     stage: Literal["forward", "backward", "arrived"]
     op: int
     value: int
@@ -247,14 +236,56 @@ class Write(NamedTuple):
     by_optimizer: bool
 
 
+class Saved(NamedTuple):
+    """A tensor that was saved for backward."""
+
+    tensor: torch.Tensor
+    version: int
+    clock: int
+    node: int
+    location: Location | None
+
+
 class Overwrite(NamedTuple):
     """A tensor that was saved for backward and overwritten before backward read it."""
 
-    saved_at: Location | None
-    saved_node: int
+    saved: Saved
     write: Write
     silent: bool
-    shape: tuple[int, ...]
+
+
+LOSS = -2
+
+
+@dataclass(slots=True)
+class GradientPath:
+    """A tensor that a call of a module, or the loss, read, and the gradient that comes back to it, read by read."""
+
+    call: int
+    node: int
+    leaf: int
+    reads: int  # that are still expected
+    _sum: torch.Tensor | None = None
+    _norm: float | None = None
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of the gradient that came back, perhaps NaN or Inf; None where none came or it cannot be read."""
+        if self._sum is not None:  # some of what was expected never came
+            self._norm, self._sum = norm_of(self._sum), None
+        return self._norm
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self.reads -= 1
+        if not is_readable(gradient):
+            if not gradient.numel():
+                self._norm = self._norm or 0.0
+        elif self._sum is None and self.reads == 0:
+            self._norm = norm_of(gradient)
+        else:  # a copy: autograd goes on with the tensor itself, and may add to it in place
+            self._sum = gradient.detach().clone() if self._sum is None else self._sum + gradient.detach()
+            if self.reads <= 0:
+                self._norm, self._sum = norm_of(self._sum), None
 
 
 @dataclass(slots=True)
@@ -335,6 +366,10 @@ class Trace:
     recording_at_start: bool = True
     recording_at_end: bool = True
 
+    @property
+    def runs_backward(self) -> bool:
+        return bool(self.backwards) and self.backwards[-1].running
+
 
 # --- numbers for values -----------------------------------------------------------------------------------------------
 
@@ -355,12 +390,12 @@ class Values:
         self._latest_write: dict[int, int] = {}
         self.unconnected: set[int] = set()
 
-    def read(self, tensor: torch.Tensor, codes: list[int]) -> None:
-        """Append the codes of a tensor that an operation reads."""
+    def read(self, tensor: torch.Tensor) -> list[int]:
+        """Return the codes of a tensor that an operation reads."""
         known = self._by_identity.get(id(tensor))
         connected = tensor.requires_grad
         value = known[1] if known is not None and known[0]() is tensor else self._adopt(tensor, connected)
-        codes.append(2 * value + connected)
+        codes = [2 * value + connected]
         if connected and value in self.unconnected:
             # Made where autograd does not record, and yet connected: a Function's result, or a leaf made of it.
             self.unconnected.discard(value)
@@ -372,11 +407,10 @@ class Values:
             write = self._latest_write.get(storage_of(tensor))
             if write is not None and write > value:
                 codes.append(2 * write + connected)
+        return codes
 
     def of(self, tensor: torch.Tensor) -> int:
-        codes: list[int] = []
-        self.read(tensor, codes)
-        return codes[-1] >> 1
+        return self.read(tensor)[-1] >> 1
 
     def make(self, tensor: torch.Tensor) -> int:
         value = self._next
@@ -427,6 +461,9 @@ def reachable(start: Iterable[int], following: Callable[[int], Iterable[int]]) -
     return frozenset(seen)
 
 
+_OUTSIDE = Op(Operator("", (), False, False, False, False), None, None, -1, True, -1, (), (), ())  # no operation
+
+
 class Flow:
     """The graph of values of a trace. It follows the data, also where autograd does not."""
 
@@ -451,9 +488,9 @@ class Flow:
         # A leaf that was computed from something (`h.detach().requires_grad_()`) is a start: nothing flows beyond it.
         self.connected.difference_update(value for value in trace.roots if value in self.maker)
 
-    def made_by(self, value: int) -> Op | None:
+    def made_by(self, value: int) -> Op:
         number = self.maker.get(value)
-        return self.trace.ops[number] if number is not None else None
+        return self.trace.ops[number] if number is not None else _OUTSIDE
 
     @cached_property
     def losses(self) -> frozenset[int]:
@@ -467,7 +504,7 @@ class Flow:
 
     def sources(self, values: Iterable[int]) -> frozenset[int]:
         """Return every value that some values were computed from, and themselves."""
-        return reachable(values, lambda value: op.sources if (op := self.made_by(value)) is not None else ())
+        return reachable(values, lambda value: self.made_by(value).sources)
 
     def results(self, values: Iterable[int]) -> frozenset[int]:
         """Return every value that was computed from some values, and themselves."""
@@ -480,9 +517,9 @@ class Flow:
         ops = [self.trace.ops[number] for number in readers]
         return any(op.records or not self.behind_losses.isdisjoint(op.outputs) for op in ops)
 
-    def is_inside_function(self, op: Op | None) -> bool:
+    def is_inside_function(self, op: Op) -> bool:
         """Return whether an operation ran inside the forward of an autograd Function, where nothing is recorded."""
-        if op is None or op.records:
+        if op.records:
             return False
         if op.switch < 0:
             return self.trace.recording_at_start
@@ -493,43 +530,34 @@ class Flow:
         """Every value that the result of a Function was computed from, if a loss was computed from that."""
         return self.sources(self.behind_losses.intersection(self.trace.rejoined))
 
-    def _passes_gradient(self, code: int, inside: bool) -> bool:
-        return bool(code & 1) or (inside and self.is_inside_function(self.made_by(code >> 1)))
-
-    def _gradient_stops(self, value: int, op: Op) -> bool:
+    def _stops(self, value: int) -> bool:
         """Return whether no gradient can be at a value, because its operation did not connect it."""
-        return value not in self.connected and not (self.is_inside_function(op) and value in self._behind_rejoined)
+        inside = value in self._behind_rejoined and self.is_inside_function(self.made_by(value))
+        return value not in self.connected and not inside
+
+    def _split(self, value: int, inside: bool) -> tuple[list[int], list[int]]:
+        """Return the inputs behind a value that a gradient comes back to, and the others."""
+        parts: tuple[list[int], list[int]] = [], []
+        for code in self.made_by(value).inputs:
+            passes = bool(code & 1) or (inside and self.is_inside_function(self.made_by(code >> 1)))
+            parts[not passes].append(code >> 1)
+        return parts
+
+    def _behind(self, value: int) -> tuple[list[int], list[int]]:
+        stops = self._stops(value)
+        return ([], [value]) if stops else self._split(value, self.is_inside_function(self.made_by(value)))
 
     @cached_property
     def _live(self) -> frozenset[int]:
         """The values that a gradient comes back to, and the losses."""
-
-        def targets(value: int) -> list[int]:
-            op = self.made_by(value)
-            if op is None or self._gradient_stops(value, op):
-                return []
-            inside = self.is_inside_function(op)
-            return [code >> 1 for code in op.inputs if self._passes_gradient(code, inside)]
-
-        return reachable(self.losses, targets)
+        return reachable(self.losses, lambda value: self._behind(value)[0])
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
         """The operations that cut something off from the losses: on each path the one nearest to the loss."""
-        beside = set()
-        for value in self._live:
-            op = self.made_by(value)
-            if op is not None and self._gradient_stops(value, op):
-                beside.add(value)
-            elif op is not None:
-                inside = self.is_inside_function(op)
-                beside.update(code >> 1 for code in op.inputs if not self._passes_gradient(code, inside))
-
-        def unconnected(value: int) -> list[int]:
-            op = self.made_by(value)
-            return [code >> 1 for code in op.inputs if not code & 1] if op is not None else []
-
-        makers = {self.maker[value] for value in reachable(beside, unconnected) if value in self.maker}
+        beside = {other for value in self._live for other in self._behind(value)[1]}
+        cut_off = reachable(beside, lambda value: self._split(value, inside=False)[1])
+        makers = {self.maker[value] for value in cut_off if value in self.maker}
         return tuple(sorted(number for number in makers if self.trace.ops[number].connected_sources))
 
     def cuts_of(self, values: Iterable[int]) -> list[int]:
@@ -542,8 +570,7 @@ class Flow:
         """For each cut, the values whose gradient it stops."""
 
         def connected(value: int) -> list[int]:
-            codes = op.inputs if (op := self.made_by(value)) is not None else ()
-            return [code >> 1 for code in codes if self._passes_gradient(code, inside=True)]
+            return self._split(value, inside=True)[0]
 
         return {number: reachable(self.trace.ops[number].connected_sources, connected) for number in self.cuts}
 
@@ -552,20 +579,14 @@ class Flow:
         return not self._live.isdisjoint(values)
 
     def is_cut(self, op: Op) -> bool:
-        results = [value for value in op.outputs if value in self.behind_losses]
-        if not results or any(value in self.connected for value in results):
-            return False
-        return not (self.is_inside_function(op) and any(value in self._behind_rejoined for value in results))
-
-    def reaches_loss(self, start: Iterable[int]) -> bool:
-        """Return whether a loss was computed from any of these values, connected or not."""
-        return not self.behind_losses.isdisjoint(start)
+        results = self.behind_losses.intersection(op.outputs)
+        return bool(results) and all(map(self._stops, results))
 
     def bare_value(self, value: int) -> int:
         """Return the value that a value is a view or the magnitude of."""
         for _ in range(6):
             op = self.made_by(value)
-            if op is None or not op.inputs or not (op.operator.view or op.name in ("abs", "lift_fresh")):
+            if not op.inputs or not (op.operator.view or op.name in ("abs", "lift_fresh")):
                 break
             value = op.sources[0]
         return value

@@ -14,6 +14,8 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -45,16 +47,19 @@ from gradgate._torch_private import (
 )
 from gradgate.doctor import _numerics as numerics
 from gradgate.doctor._trace import (
+    LOSS,
     Backward,
     BadValue,
     Call,
     Escape,
     Freeze,
+    GradientPath,
     Op,
     Operator,
     OptimizerStep,
     Overwrite,
     Raised,
+    Saved,
     Switch,
     Trace,
     Values,
@@ -69,45 +74,7 @@ from gradgate.doctor._trace import (
 
 _Tensor = torch.Tensor
 
-# --- running modules --------------------------------------------------------------------------------------------------
-
-
-class Running:
-    """The modules that have begun and not ended yet, each with its index in `Trace.calls`."""
-
-    def __init__(self) -> None:
-        self.drawn: frozenset[int] | None = None
-        self.stack: list[tuple[torch.nn.Module, int]] = []
-
-    @property
-    def module(self) -> torch.nn.Module | None:
-        return self.stack[-1][0] if self.stack else None
-
-    @property
-    def call(self) -> int:
-        return self.stack[-1][1] if self.stack else -1
-
-    def begin(self, module: torch.nn.Module, trace: Trace) -> None:
-        number = self.call
-        again = bool(trace.backwards) and trace.backwards[-1].running  # a checkpoint that computes once more
-        if not again and (self.drawn is None or id(module) in self.drawn):
-            location = None if self.stack else locate(sys._getframe(2), Owner.USER)
-            if number >= 0:
-                trace.calls[number].leaf = False
-            trace.calls.append(Call(module, number, module.training, location))
-            number = len(trace.calls) - 1
-        self.stack.append((module, number))
-
-
 # --- tensors saved for backward ---------------------------------------------------------------------------------------
-
-
-class Saved(NamedTuple):
-    tensor: torch.Tensor
-    version: int
-    clock: int
-    node: int
-    location: Location | None
 
 
 class Saving:
@@ -138,11 +105,19 @@ class Saving:
         return Saved(kept, write_count(tensor), self._clock, latest_node_number(), self.tracer.here())
 
     def unpack(self, saved: Saved) -> torch.Tensor:
-        if saved.clock != self._clock:
-            write = self._first_write_since(saved)
-            if write is not None:
-                self._report(saved, write)
-        return saved.tensor
+        write = self._first_write_since(saved) if saved.clock != self._clock else None
+        if write is None:
+            return saved.tensor
+        tensor, version = saved.tensor, write_count(saved.tensor)
+        silent = version == saved.version and not write.name.startswith(("_foreach_", "_fused_"))
+        self.tracer.trace.overwrites.append(Overwrite(saved, write, silent))
+        if silent:
+            return tensor
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; "
+            f"expected version {saved.version} instead."
+        )
 
     def _first_write_since(self, saved: Saved) -> Write | None:
         region = region_of(saved.tensor)
@@ -151,17 +126,6 @@ class Saving:
         later = (write for write in writes if write.clock > saved.clock)
         with undispatched():
             return next((write for write in later if moved or overlaps(write.region, region)), None)
-
-    def _report(self, saved: Saved, write: Write) -> None:
-        tensor, shape = saved.tensor, tuple(saved.tensor.shape)
-        silent = write_count(tensor) == saved.version and not write.name.startswith(("_foreach_", "_fused_"))
-        self.tracer.trace.overwrites.append(Overwrite(saved.location, saved.node, write, silent, shape))
-        if not silent:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(shape)}] is at version {write_count(tensor)}; "
-                f"expected version {saved.version} instead."
-            )
 
 
 # --- gradients that are used twice ------------------------------------------------------------------------------------
@@ -176,23 +140,16 @@ class Reuse:
 
     def __init__(self) -> None:
         self._used: dict[int, References] = {}
-        self._zeroed: set[int] = set()
-        self._zeroed_since_backward: set[int] = set()
         self._at_start: References = []
+        self._zeroed: set[int] = set()
+        self.zeroed_since_backward: set[int] = set()
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         self._at_start = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
 
     def zero(self, gradient: torch.Tensor) -> None:
         self._zeroed.add(storage_of(gradient))
-        self._zeroed_since_backward.add(storage_of(gradient))
-
-    def is_zeroed(self, gradient: torch.Tensor | None) -> bool:
-        """Return whether a gradient is gone, or was zeroed since the last backward pass."""
-        return gradient is None or storage_of(gradient) in self._zeroed_since_backward
-
-    def after_backward(self) -> None:
-        self._zeroed_since_backward.clear()
+        self.zeroed_since_backward.add(storage_of(gradient))
 
     def use(self, optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
         """Return whether an optimizer uses gradients that it used before, and gradients from before the trace."""
@@ -208,6 +165,70 @@ class Reuse:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# --- the first non-finite result in forward ---------------------------------------------------------------------------
+
+
+class Mark(NamedTuple):
+    """The kind of bad value that a piece of memory holds, and which value it is."""
+
+    kind: numerics.Kind
+    value: int
+
+
+class NonfiniteTracker:
+    """Checks the results of operations."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+        self.marks: dict[int, Mark] = {}
+
+    def check(
+        self,
+        op: Op,
+        arguments: tuple[Any, ...],
+        inputs: list[torch.Tensor],
+        results: list[torch.Tensor],
+        before: list[Mark | None],
+    ) -> None:
+        """Check the results of the newest operation; `before` has their marks if it wrote to them in place."""
+        trace, written = self.tracer.trace, bool(op.operator.written)
+        for tensor, value in zip(results, op.outputs, strict=True):
+            if not numerics.is_readable(tensor):
+                continue
+            storage = tensor.untyped_storage().data_ptr()
+            kind = numerics.bad_kind(tensor) if numerics.is_suspicious(tensor) else None
+            if kind is None:
+                if not written:
+                    self.marks.pop(storage, None)
+                continue
+            # The running statistics of a batch norm are among its inputs, and have been written to by now.
+            read = [x for x in inputs if not written or all(x is not other for other in results)]
+            if not self._is_inherited(kind, read[:3] if "batch_norm" in op.name else read, before):
+                infinite = any(isinstance(x, float) and not math.isfinite(x) for x in arguments)
+                deliberate = kind == "inf" and infinite  # as a mask is filled with -inf
+                detail = numerics.inputs_at(tensor, inputs if not written else ()) if not deliberate else ""
+                shape, rows = tuple(tensor.shape), numerics.bad_rows(tensor)
+                number = len(trace.ops) - 1
+                trace.bad.append(BadValue(kind, "forward", number, value, rows, shape, detail, deliberate))
+            self.marks[storage] = Mark(kind, value)
+            trace.spoiled.add(value)
+
+    def _is_inherited(self, kind: str, inputs: list[torch.Tensor], before: list[Mark | None]) -> bool:
+        """Return whether an input was bad in the same way already, and record what came in from outside."""
+        trace = self.tracer.trace
+        kinds = {mark.kind for mark in before if mark is not None}
+        for tensor in inputs:
+            storage = storage_of(tensor)
+            found = self.marks[storage].kind if storage in self.marks else None
+            if found is None and numerics.is_suspicious(tensor) and (found := numerics.bad_kind(tensor)) is not None:
+                value, rows, shape = self.tracer.values.of(tensor), numerics.bad_rows(tensor), tuple(tensor.shape)
+                trace.bad.append(BadValue(found, "arrived", len(trace.ops) - 1, value, rows, shape))
+                self.marks[storage] = Mark(found, value)
+            if found is not None:
+                kinds.add(found)
+        return kind in kinds or "nan" in kinds
 
 
 # --- the tracer -------------------------------------------------------------------------------------------------------
@@ -226,7 +247,7 @@ class Tracer:
         self.previous = Trace()
         self.values = Values(self.trace)
         self.saving = Saving(self)
-        self.nonfinite = numerics.NonfiniteTracker(self)
+        self.nonfinite = NonfiniteTracker(self)
         self.reuse = Reuse()
         self.location: Location | None = None
         self.off_switch = -1  # the switch in the trace that turned recording off
@@ -236,11 +257,12 @@ class Tracer:
         self.frozen: dict[int, tuple[weakref.ref[torch.Tensor], Freeze]] = {}
         self.unfrozen: set[int] = set()
         self.active = False
-        self.running = Running()
+        self.drawn: frozenset[int] | None = None
         self.before_step: list[Listener] = []
         self.after_step: list[Listener] = []
         self.operations = _Operations(self)
         self.patches = Patches()
+        self._running: list[tuple[torch.nn.Module | None, int]] = [(None, -1)]  # modules, each with its call
         self._calls = _Calls(self)
         self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Location | None]] = {}
         self._late_backward: Backward | None = None
@@ -251,13 +273,9 @@ class Tracer:
 
     def install(self) -> None:
         """Set the hooks on modules and optimizers; nothing is traced yet."""
-        before, after, always = MODULE_HOOKS
-        before_step, after_step = OPTIMIZER_HOOKS
-        self.patches.put(before, self, self._module_begins)
-        self.patches.put(always, self, True)
-        self.patches.put(after, self, self._module_ends)
-        self.patches.put(before_step, self, self._optimizer_begins)
-        self.patches.put(after_step, self, self._optimizer_ends)
+        hooks = (self._module_begins, self._module_ends, True, self._optimizer_begins, self._optimizer_ends)
+        for table, hook in zip((*MODULE_HOOKS, *OPTIMIZER_HOOKS), hooks, strict=True):
+            self.patches.put(table, self, hook)
 
     def uninstall(self) -> None:
         self._wake()
@@ -286,7 +304,7 @@ class Tracer:
         self._dormant = self._step_frame is None and not self.can_pause()
         self._leave_modes()
         self._step_frame = None
-        self.running.stack.clear()
+        del self._running[1:]
         pop_saved_tensors_hooks(self.saving.pack)
 
     def _enter_modes(self) -> None:
@@ -313,9 +331,10 @@ class Tracer:
         self.nonfinite.marks.clear()
         self.off_switch = -1
         self.off_switches.clear()
-        modules, self.running.stack = self.running.stack, []
-        for module, _ in modules:
-            self.running.begin(module, self.trace)
+        modules = [module for module, _ in self._running if module is not None]
+        del self._running[1:]
+        for module in modules:
+            self.begin_module(module)
 
     # --- operations -----------------------------------------------------------------------------------------------
 
@@ -327,7 +346,7 @@ class Tracer:
 
     def _locate_backward(self, node: Any) -> None:
         """Let an operation inside backward stand at the line of the operation that it is the backward of."""
-        if not self.trace.backwards or not self.trace.backwards[-1].running:
+        if not self.trace.runs_backward:
             self._late_backward = start_late(self)
         number = self.trace.op_number_of_node.get(node_number(node))
         if number is not None:
@@ -347,42 +366,32 @@ class Tracer:
             self._locate_backward(node)
         elif self._late_backward is not None:
             self._late_backward.running, self._late_backward = False, None
-        inputs: list[torch.Tensor] = []
-        codes: list[int] = []
-        for argument in () if operator.shape_only else (*args, *kwargs.values()):
-            for tensor in tensors_in(argument):
-                inputs.append(tensor)
-                self.values.read(tensor, codes)
-        writes = bool(operator.written_names)
-        bad_before = self.nonfinite.marks_of_targets(operator, args, kwargs) if writes else None
+        arguments = (*args, *kwargs.values())
+        inputs = [tensor for a in arguments for tensor in tensors_in(a)] if not operator.shape_only else []
+        codes = [code for tensor in inputs for code in self.values.read(tensor)]
+        written = list(operator.targets(args, kwargs))
+        bad_before = [self.nonfinite.marks.get(storage_of(target)) for target in written]
         result = func(*args, **kwargs)
         location = self.location or self.here()
         if len(self.trace.ops) >= _MOST_OPERATIONS:  # so many operations without a step: there is none to explain
             self.begin_again()
-        trace, newest = self.trace, latest_node_number()
-        number = len(trace.ops)
-        trace.op_number_of_node.setdefault(newest, number)
-        connected = records and operator.name != "detach" and any(code & 1 for code in codes)
-        if writes:
-            outputs = self._log_writes(operator, args, kwargs, location)
+        trace = self.trace
+        trace.op_number_of_node.setdefault(latest_node_number(), len(trace.ops))
+        if operator.written:
+            results, outputs = written, self._log_writes(operator, written, location)
         else:
-            outputs = self._log_results(operator, result, connected, location)
-        trace.ops.append(
-            Op(
-                operator,
-                location,
-                self.running.module,
-                self.running.call,
-                records,
-                self.off_switch if not records else -1,
-                tuple(codes),
-                tuple(outputs),
-                (self.call,) if self.call else _plain(args, kwargs) if operator.keeps_arguments else (),
-            )
-        )
+            connected = records and operator.name != "detach" and any(code & 1 for code in codes)
+            results = list(tensors_in(result))
+            outputs = self._log_results(operator, results, connected, location)
+        kept = (self.call,) if self.call else ()
+        if not kept and operator.keeps_arguments:
+            kept = tuple(a for a in arguments if not isinstance(a, (_Tensor, list, tuple)))
+        switch = self.off_switch if not records else -1
+        op = Op(operator, location, *self._running[-1], records, switch, tuple(codes), tuple(outputs), kept)
+        trace.ops.append(op)
         if not operator.view and not operator.silent:
-            self.nonfinite.check(operator, number, args, kwargs, inputs, result, outputs, bad_before)
-        if writes and node is None and self._updates_by_hand(operator.targets(args, kwargs)):
+            self.nonfinite.check(op, arguments, inputs, results, bad_before)
+        if written and node is None and self._updates_by_hand(written):
             trace.updated_by_hand = location
             for listener in (*self.before_step, *self.after_step):
                 listener(None)
@@ -390,42 +399,38 @@ class Tracer:
 
     def _updates_by_hand(self, written: Iterable[torch.Tensor]) -> bool:
         """Return whether a write after backward changes a leaf that has a gradient: an update without an optimizer."""
-        if self._stepping or not self.trace.backwards or self.trace.backwards[-1].running:
+        if self._stepping or not self.trace.backwards or self.trace.runs_backward:
             return False
         leaves = [root.tensor for root in self.trace.roots.values() if root.leaf and root.requires_grad]
         updated = {storage_of(leaf) for leaf in leaves if leaf is not None and leaf.grad is not None} - {0}
         return any(storage_of(tensor) in updated for tensor in written)
 
-    def _log_results(self, operator: Operator, result: Any, connected: bool, location: Location | None) -> list[int]:
-        values, tensors = self.values, tensors_in(result)
-        outputs = [values.make_view(x, connected) if operator.view else values.make(x) for x in tensors]
-        if not connected and outputs:
+    def _log_results(
+        self, operator: Operator, results: list[torch.Tensor], connected: bool, location: Location | None
+    ) -> list[int]:
+        values = self.values
+        outputs = [values.make_view(x, connected) if operator.view else values.make(x) for x in results]
+        if not connected:
             values.unconnected.update(outputs)
             if not torch.is_grad_enabled() and torch.is_inference_mode_enabled():
                 self.trace.inference_values.update(dict.fromkeys(outputs, location))
-                if isinstance(result, _Tensor):
-                    self._made_in_inference[id(result)] = (weakref.ref(result), location)
+                self._made_in_inference.update((id(x), (weakref.ref(x), location)) for x in results)
         return outputs
 
-    def _log_writes(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], location: Location | None
-    ) -> list[int]:
-        outputs = []
-        for target in operator.targets(args, kwargs):
+    def _log_writes(self, operator: Operator, written: list[torch.Tensor], location: Location | None) -> list[int]:
+        for target in written:
             self.saving.log_write(target, operator.name, location, by_optimizer=False)
-            outputs.append(self.values.write(target))
             if operator.name in ("zero_", "_foreach_zero_"):
                 self.reuse.zero(target)
                 self.cleared = location
         self.trace.scaled |= operator.name == "_amp_foreach_non_finite_check_and_unscale_"
-        return outputs
+        return [self.values.write(target) for target in written]
 
     def note_detached(self, tensor: torch.Tensor, code: int) -> None:
         """Record that a tensor lost its history in place, which leaves no operation behind."""
         value = self.values.write(tensor)
         self.values.unconnected.add(value)
-        module, call = self.running.module, self.running.call
-        self.trace.ops.append(Op(_DETACH, self.here(), module, call, True, -1, (code,), (value,), ("detach",)))
+        self.trace.ops.append(Op(_DETACH, self.here(), *self._running[-1], True, -1, (code,), (value,), ("detach",)))
 
     def note_escape(self, args: tuple[Any, ...]) -> None:
         """Record that a value leaves torch for Python or NumPy."""
@@ -451,30 +456,35 @@ class Tracer:
             self._wake()
             return
         self._after_a_failed_step()
-        if self.running.module is None:
-            known = self.trace.modules
-            if not any(module is other for other in known):
-                known.append(module)
-            if self.trace.batch_size is None:
-                sizes = [x.shape[0] for x in inputs if isinstance(x, _Tensor) and x.dim()]
-                self.trace.batch_size = sizes[0] if sizes else None
-        self.running.begin(module, self.trace)
+        trace = self.trace
+        if len(self._running) == 1:
+            if not any(module is other for other in trace.modules):
+                trace.modules.append(module)
+            if trace.batch_size is None:
+                trace.batch_size = next((x.shape[0] for x in inputs if isinstance(x, _Tensor) and x.dim()), None)
+        self.begin_module(module)
+
+    def begin_module(self, module: torch.nn.Module) -> None:
+        """Record that a module begins to run; a checkpoint that computes once more in backward makes no new call."""
+        calls, number = self.trace.calls, self._running[-1][1]
+        if not self.trace.runs_backward and (self.drawn is None or id(module) in self.drawn):
+            location = locate(sys._getframe(2), Owner.USER) if len(self._running) == 1 else None
+            if number >= 0:
+                calls[number].leaf = False
+            calls.append(Call(module, number, module.training, location))
+            number = len(calls) - 1
+        self._running.append((module, number))
 
     def _module_ends(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if self.active and self.running.stack:
-            self.running.stack.pop()
+        if self.active and len(self._running) > 1:
+            self._running.pop()
 
     def _after_a_failed_step(self) -> None:
         """Trace again if an optimizer raised in its step and the user went on."""
-        if self._step_frame is not None and not self._is_inside_step():
+        step = self._step_frame
+        if step is not None and all(frame is not step for frame, _ in walk_stack(sys._getframe(1))):
             self._step_frame, self._stepping = None, False
             self._enter_modes()
-
-    def _is_inside_step(self) -> bool:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._step_frame:
-            frame = frame.f_back
-        return frame is not None
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.active:
@@ -484,7 +494,8 @@ class Tracer:
             return
         parameters, location = parameters_of(optimizer), locate(sys._getframe(1))
         closure = len(args) + len(kwargs) > 1
-        idle = not closure and all(self.reuse.is_zeroed(parameter.grad) for parameter in parameters)
+        zeroed = self.reuse.zeroed_since_backward
+        idle = not closure and all(p.grad is None or storage_of(p.grad) in zeroed for p in parameters)
         again, old = (False, False) if closure else self.reuse.use(optimizer)
         passes = len(self.trace.backwards)
         self.trace.optimizer_steps.append(OptimizerStep(optimizer, location, passes, idle, again, old, self.cleared))
@@ -508,10 +519,6 @@ class Tracer:
         if self.active and self._step_frame is None:
             for listener in self.after_step:
                 listener(optimizer)
-
-
-def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, (_Tensor, list, tuple)))
 
 
 class _Operations(DispatchMode):
@@ -569,10 +576,9 @@ def _set_gradient(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _detach_in_place(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    codes: list[int] = []
-    tracer.values.read(args[0], codes)
+    code = tracer.values.read(args[0])[-1]
     result = func(*args, **kwargs)
-    tracer.note_detached(args[0], codes[-1])
+    tracer.note_detached(args[0], code)
     return result
 
 
@@ -591,11 +597,8 @@ def _switch(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _switched_by() -> str:
     """Name the functions of torch between the user and the switch."""
-    names = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_foreign(frame.f_code.co_filename):
-        names.append(frame.f_code.co_qualname)
-        frame = frame.f_back
+    codes = (frame.f_code for frame, _ in walk_stack(sys._getframe(2)))
+    names = [code.co_qualname for code in takewhile(lambda code: is_foreign(code.co_filename), codes)]
     return " < ".join(name for name in names if not name.startswith(("_Calls.", "Tracer.")))
 
 
@@ -605,9 +608,10 @@ def _backward(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _grad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outputs, inputs = (*args, kwargs.get("outputs"), kwargs.get("inputs"))[:2]
-    wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or ())
-    started = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or ())
-    result = run_backward(tracer, started, tuple(id(x) for x in wanted), lambda: func(*args, **kwargs), kwargs)
+    wanted = list(tensors_in(inputs))
+    result = run_backward(
+        tracer, list(tensors_in(outputs)), tuple(id(x) for x in wanted), lambda: func(*args, **kwargs), kwargs
+    )
     missing = frozenset(id(x) for x, gradient in zip(wanted, result, strict=True) if gradient is None)
     tracer.trace.backwards[-1].missing = missing
     return result
@@ -666,7 +670,7 @@ def run_backward(
         return result
     finally:
         backward.running = False
-        tracer.reuse.after_backward()
+        tracer.reuse.zeroed_since_backward.clear()
         if hidden:
             tracer.operations.__enter__()
         if options.get("retain_graph") or options.get("create_graph"):
@@ -676,12 +680,9 @@ def run_backward(
 
 def start_late(tracer: Tracer) -> Backward:
     """Record a backward pass that was started by `torch.autograd.backward`, which no mode sees."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _AUTOGRAD_BACKWARD:
-        frame = frame.f_back
-    given = frame.f_locals.get("tensors", ()) if frame is not None else ()
-    tensors = [given] if isinstance(given, torch.Tensor) else [x for x in given if isinstance(x, torch.Tensor)]
-    backward, _ = _start(tracer, tensors, None)
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code is _AUTOGRAD_BACKWARD)
+    given = next((frame.f_locals.get("tensors") for frame in frames), None)
+    backward, _ = _start(tracer, list(tensors_in(given)), None)
     backward.completed = True
     return backward
 
@@ -689,10 +690,8 @@ def start_late(tracer: Tracer) -> Backward:
 def _start(
     tracer: Tracer, tensors: list[torch.Tensor], inputs: tuple[int, ...] | None
 ) -> tuple[Backward, list[torch.utils.hooks.RemovableHandle]]:
-    codes: list[int] = []
-    for tensor in tensors:
-        tracer.values.read(tensor, codes)
     trace = tracer.trace
+    codes = [code for tensor in tensors for code in tracer.values.read(tensor)]
     with undispatched():
         numbers = [numerics.total(t.detach()) for t in tensors if numerics.is_readable(t)]
     loss = float(sum(x.real for x in numbers)) if numbers else None
@@ -757,6 +756,7 @@ class _NodeHook:
             return
         trace = self.tracer.trace
         saved = saved_tensors_of(current_node()).values()
+        marks = [self.tracer.nonfinite.marks.get(storage_of(x)) for x in saved]
         bad = BadValue(
             kind,
             "backward",
@@ -766,7 +766,7 @@ class _NodeHook:
             shape=tuple(tensor.shape),
             detail=numerics.inputs_at(tensor, saved),
             node_name=self.name,
-            from_value=next((value for x in saved if (value := self.tracer.nonfinite.value_in(x)) >= 0), -1),
+            from_value=next((mark.value for mark in marks if mark is not None), -1),
             backward=len(trace.backwards) - 1,
         )
         trace.bad.append(bad)
@@ -781,44 +781,8 @@ class _NodeHook:
 
 # --- gradients between modules ----------------------------------------------------------------------------------------
 
-LOSS = -2
 _START = -1  # the path that enters a node, not one of those that leave it
 _BETWEEN = -3
-
-
-@dataclass(slots=True)
-class GradientPath:
-    """A tensor that a call of a module read, and the gradient that comes back to it, read by read."""
-
-    call: int
-    node: int
-    leaf: int
-    reads: int  # that are still expected
-    _sum: torch.Tensor | None = None
-    _norm: float | None = None
-
-    @property
-    def norm(self) -> float | None:
-        """The norm of the gradient that came back, perhaps NaN or Inf; None where none came or it cannot be read."""
-        if self._sum is not None:  # some of what was expected never came
-            self._norm, self._sum = numerics.norm_of(self._sum), None
-        return self._norm
-
-    def add(self, gradient: torch.Tensor) -> None:
-        self.reads -= 1
-        if not numerics.is_readable(gradient):
-            if not gradient.numel():
-                self._norm = self._norm or 0.0
-        elif self._sum is None and self.reads == 0:
-            self._norm = numerics.norm_of(gradient)
-        else:  # a copy: autograd goes on with the tensor itself, and may add to it in place
-            self._sum = gradient.detach().clone() if self._sum is None else self._sum + gradient.detach()
-            if self.reads <= 0:
-                self._norm, self._sum = numerics.norm_of(self._sum), None
-
-    @property
-    def is_bad(self) -> bool:
-        return self.norm is not None and not math.isfinite(self.norm)
 
 
 def _find_paths(trace: Trace, nodes: list[Any], started: list[Any]) -> dict[Any, dict[int, GradientPath]]:

@@ -168,7 +168,7 @@ def _is_read_after_cuts(case: Case, parameter: torch.Tensor) -> bool:
     """Return whether a loss was computed from a parameter, and nearer to the loss than any cut."""
     values = case.values_of(id(parameter))
     last = max((number for value in values for number in case.flow.readers.get(value, ())), default=-1)
-    return case.flow.reaches_loss(values) and last > max(case.flow.cuts, default=-1)
+    return not case.flow.behind_losses.isdisjoint(values) and last > max(case.flow.cuts, default=-1)
 
 
 def _is_lost(case: Case, parameter: torch.Tensor) -> bool:

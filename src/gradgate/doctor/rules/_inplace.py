@@ -25,18 +25,18 @@ def find_overwrites(case: Case) -> Iterator[Finding]:
     """Explain every tensor that was overwritten between forward and backward."""
     found: dict[object, Overwrite] = {}
     for overwrite in case.trace.overwrites:
-        found.setdefault((overwrite.saved_at, overwrite.write.location), overwrite)
+        found.setdefault((overwrite.saved.location, overwrite.write.location), overwrite)
     for overwrite in found.values():
         yield _overwrite_finding(case, overwrite)
 
 
 def _overwrite_finding(case: Case, overwrite: Overwrite) -> Finding:
-    write, saved = overwrite.write, overwrite.saved_at
+    write, saved = overwrite.write, overwrite.saved.location
     what = f"`{write.location.expression}`" if write.location is not None else write.name
     whose = f"`{saved.expression}` ({saved.text})" if saved is not None else "an operation"
-    number = case.trace.op_number_of_node.get(overwrite.saved_node)
+    number = case.trace.op_number_of_node.get(overwrite.saved.node)
     headline = f"error GG601: {what} overwrites a tensor that backward still needs"
-    reason = f"{whose} saved a tensor of shape {overwrite.shape} for backward"
+    reason = f"{whose} saved a tensor of shape {tuple(overwrite.saved.tensor.shape)} for backward"
     fix = f"{_REWRITES.get(write.name, 'h = gg.at(h)[index].set(value)')}     # a new tensor"
     if write.by_optimizer:
         fix = "loss.backward() before optimizer.step()     # each graph is walked before its weights change"
