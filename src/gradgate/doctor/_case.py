@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -149,33 +150,34 @@ class Case:
     one_step: bool
     files: tuple[str, ...]
     frozen_at: dict[int, Freeze]
-    trained_modules: frozenset[int]
+    trained_modules: set[int]  # by `id`, in this step and before
     unused: list[Unused] = field(default_factory=list)
 
     @cached_property
     def _values(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        found: defaultdict[int, list[int]] = defaultdict(list)
         for value, root in self.trace.roots.items():
-            found.setdefault(root.number, []).append(value)
+            found[root.number].append(value)
         return found
 
-    def values_of(self, number: int) -> list[int]:
-        """Return the values that a leaf had when it was first read; `number` is its `id`."""
-        return self._values.get(number, [])
+    def values_of(self, leaf: torch.Tensor | int) -> list[int]:
+        """Return the values that a leaf, or what has this `id`, had when it was first read."""
+        return self._values.get(leaf if isinstance(leaf, int) else id(leaf), [])
 
-    @property
+    @cached_property
     def errors(self) -> list[Raised]:
         """What calls of torch raised, also where the user caught it, and last what ended the step."""
-        error = self.exception
-        raised = list(self.trace.raised)
-        if error is not None and not any(text_of(error) == other.text for other in raised):
-            location = locate_traceback(error.__traceback__)
-            raised.append(Raised(text_of(error), (), location, len(self.trace.backwards) - 1))
-        return raised
+        error, raised = self.exception, list(self.trace.raised)
+        if error is None:
+            return raised
+        text = text_of(error)
+        if not any(text == other.text for other in raised):
+            raised.append(Raised(text, (), locate_traceback(error.__traceback__), len(self.trace.backwards) - 1))
+        return [other._replace(severity="error") if other.text == text else other for other in raised]
 
-    def severity_of(self, error: Raised) -> Severity:
-        """Return "warning" for an error that the user caught."""
-        return "error" if self.exception is not None and text_of(self.exception) == error.text else "warning"
+    def error(self, text: str) -> Raised | None:
+        """Return the last error with a text in it."""
+        return next((error for error in reversed(self.errors) if text in error.text), None)
 
     def gradient(self, parameter: torch.Tensor) -> Gradient:
         return self.gradients.get(id(parameter), Gradient(present=False))
@@ -203,7 +205,7 @@ def finding_at(
     headline: str,
     *,
     reason: str,
-    fix: str,
+    fix: str = "",
     module: str | None = None,
     samples: Iterable[int] = (),
     also: Iterable[Location | SourceLine | None] = (),

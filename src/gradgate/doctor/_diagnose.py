@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from traceback import walk_stack
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from gradgate._checks import check_module
-from gradgate._names import describe
+from gradgate._checks import check_module, wrong_type
 from gradgate._patches import Patches, to_the_end
 from gradgate._source import Location, is_foreign
 from gradgate._torch_private import ThreadModes, is_compiled, run_as_written, undispatched, without_compiled_wrappers
@@ -28,9 +28,7 @@ from gradgate.doctor._trace import Flow, Trace
 from gradgate.doctor._tracer import Tracer, parameters_of
 from gradgate.doctor.rules import apply_rules, fold
 from gradgate.doctor.rules._gradients import unused_findings
-from gradgate.doctor.rules._modes import find_statistics
 from gradgate.doctor.rules._optimizer import live_optimizers
-from gradgate.errors import ArgumentTypeError
 from gradgate.records import Finding
 
 _HOOK_WARNING = "Using `torch.compile.module.` when there are global hooks"
@@ -55,7 +53,7 @@ class Examination:
         self.one_step = one_step
         self.files = files
         self.tracer = Tracer()
-        self.tracer.before_step.append(self._before_step)
+        self.tracer.before_step.append(self._take_gradients)
         self.thorough = True
         self.unused: dict[int, Unused] = {}
         self._trained: set[int] = set()
@@ -70,7 +68,7 @@ class Examination:
         self.gradients = Gradients(self.model.parameters() if self.model is not None else ())
         self.thorough = True
 
-    def _before_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _take_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.thorough and optimizer is not None:
             self.gradients.take(parameters_of(optimizer))
 
@@ -79,18 +77,18 @@ class Examination:
         to_the_end(partial(self._stop, interrupted))
 
     def _stop(self, interrupted: bool) -> None:
-        self.pause()
+        self.stop_tracing()
         self.tracer.uninstall()
         if interrupted:
             self._modes.restore()
 
-    def resume(self) -> None:
+    def start_tracing(self) -> None:
         """Begin to trace; compiled models run uncompiled meanwhile."""
         run_as_written(self._surroundings)
         warnings.filterwarnings("ignore", message=_HOOK_WARNING)
         self.tracer.resume()
 
-    def pause(self) -> None:
+    def stop_tracing(self) -> None:
         self.tracer.pause()
         self._surroundings.undo()
         # All other filters, also new ones, stay as the user has them.
@@ -103,7 +101,7 @@ class Examination:
         try:
             try:
                 self.tracer.install()
-                self.resume()
+                self.start_tracing()
                 result = step_fn()
                 if isinstance(result, torch.Tensor) and not self.tracer.trace.backwards:
                     result.backward()  # type: ignore[no-untyped-call]
@@ -116,37 +114,29 @@ class Examination:
             raise
         return None
 
-    def diagnosis(self, exception: BaseException | None) -> Diagnosis:
+    def explain(self, exception: BaseException | None) -> Diagnosis:
         """Return what was found in one step, with one finding for each cause."""
         found = self.conclude(exception)
         return replace(found, findings=fold(found.findings))
 
     def conclude(self, exception: BaseException | None) -> Diagnosis:
         """Return everything that the rules find in what has been traced."""
-        trace, case = self.tracer.trace, self._case(exception)
+        case = self.case(exception)
         findings = apply_rules(case)
         self.unused.update((id(entry.parameter), entry) for entry in case.unused)
-        self._trained |= {id(op.module) for op in trace.ops if op.records and op.module is not None}
+        self._trained |= case.trained_modules
         return Diagnosis((*findings, *self._note_on_compiling()), exception, *draw(case, findings))
 
     def _note_on_compiling(self) -> Iterator[Finding]:
         roots = [*self.tracer.trace.modules, *([self.given] if self.given is not None else [])]
         compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
         if compiled:
-            yield finding_at(
-                None,
-                "info GG001: the model is compiled; it ran without torch.compile for this diagnosis",
-                reason="Compiled code has no lines to point at. What is found here holds for the compiled model as "
-                "well, unless the compiler itself is at fault.",
-                fix="",
-                module=compiled[0] or None,
-            )
+            headline = "info GG001: the model is compiled; it ran without torch.compile for this diagnosis"
+            reason = "Compiled code has no lines to point at. What is found here holds for the compiled model as "
+            reason += "well, unless the compiler itself is at fault."
+            yield finding_at(None, headline, reason=reason, module=compiled[0] or None)
 
-    def validation(self) -> list[Finding]:
-        """Return what is wrong with a forward pass without gradients."""
-        return list(find_statistics(self._case(None)))
-
-    def _case(self, exception: BaseException | None) -> Case:
+    def case(self, exception: BaseException | None) -> Case:
         trace = self.tracer.trace
         names = Names(self.model, trace.modules, [*self.namespaces, *_variables_of_users()])
         flow = Flow(trace)
@@ -164,7 +154,7 @@ class Examination:
             one_step=self.one_step,
             files=self.files,
             frozen_at={n: freeze for n, (tensor, freeze) in self.tracer.frozen.items() if tensor() is not None},
-            trained_modules=frozenset(self._trained),
+            trained_modules=self._trained | {id(op.module) for op in trace.ops if op.records and op.module is not None},
         )
 
     def _parameters(self, names: Names, flow: Flow) -> dict[str, torch.Tensor]:
@@ -219,11 +209,9 @@ def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -
         ('GG101', 'encoder.weight, encoder.bias get no gradient: cut at `encoder(torch.ones(4, 3)).detach()`')
     """
     if not callable(step_fn):
-        raise ArgumentTypeError(
-            f"diagnose(): `step_fn` is {describe(step_fn)}.",
-            why="it runs one step of yours: forward, loss and backward.",
-            fix="gg.diagnose(lambda: loss_fn(model(x), y), model=model)",
-        )
+        why = "it runs one step of yours: forward, loss and backward."
+        fix = "gg.diagnose(lambda: loss_fn(model(x), y), model=model)"
+        raise wrong_type(step_fn, "step_fn", "diagnose", why, fix)
     if model is not None:
         check_module(model, name="model", function="diagnose")
     frame = sys._getframe(1)
@@ -235,16 +223,14 @@ def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -
         examination = Examination(model, namespaces)
         examination.tracer.saves = False
         raised = examination.attempt(step_fn)
-    return examination.diagnosis(raised)
+    return examination.explain(raised)
 
 
 def _variables_of_users() -> Iterator[Mapping[str, Any]]:
     """Yield the variables of the functions of the user that are running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if not is_foreign(frame.f_code.co_filename):
             yield frame.f_locals
-        frame = frame.f_back
 
 
 # --- a run of many steps ----------------------------------------------------------------------------------------------
@@ -340,13 +326,13 @@ class History:
         if self.updates or not self.backwards or self.scaled:
             return
         if any(id(p) in learned for optimizer in live_optimizers() for p in parameters_of(optimizer)):
-            yield finding_at(
-                self.last_backward,
+            reason = f"backward() ran {self.backwards} time{'s' * (self.backwards > 1)} and gave gradients to what "
+            reason += "the optimizer holds, but nothing changed the weights."
+            headline, fix = (
                 "error GG905: optimizer.step() is never called",
-                reason=f"backward() ran {self.backwards} time{'s' * (self.backwards > 1)} and gave gradients to what "
-                "the optimizer holds, but nothing changed the weights.",
-                fix="optimizer.step()     # after loss.backward()",
+                "optimizer.step()     # after loss.backward()",
             )
+            yield finding_at(self.last_backward, headline, reason=reason, fix=fix)
 
     def _without_rate(self) -> Iterator[Finding]:
         for rates in self._rates.values():
@@ -361,26 +347,26 @@ class History:
             yield finding_at(rates.location, headline, reason=f"It was 0 in {steps} of this optimizer{by}", fix=fix)
 
     def _running_away(self) -> Iterator[Finding]:
-        for losses in self._losses.values():
-            found = runaway([(n, float(loss)) for n, loss in losses], self.largest_move)
-            if found is None:
-                continue
-            what, fix = (
-                "the update is too large",
-                "param -= 0.01 * lr * param.grad     # a learning rate a hundred times",
-            )
-            fix += " smaller"
-            if self._rates:
-                lr = max(rates.last for rates in self._rates.values())
-                what = f"the learning rate {lr:g} is too large"
-                fix = f"lr={lr / 100:g}     # and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-            reason = f"After update {found.update} the loss grows from step to step: each update goes too far."
-            if self.largest_move > _LARGE_UPDATE:
-                reason += f" An update was {self.largest_move:.3g} times as large as the weights."
-            change = f"{found.before:.3g} -> {found.after:.3g}"
-            headline = f"error GG907: the loss runs away since step {found.update} ({change}): {what}"
-            yield finding_at(self.last_update, headline, reason=reason, fix=fix)
+        runs = (
+            runaway([(n, float(loss)) for n, loss in losses], self.largest_move) for losses in self._losses.values()
+        )
+        found = next(filter(None, runs), None)
+        if found is None:
             return
+        what, fix = "update", "param -= 0.01 * lr * param.grad     # a learning rate a hundred times smaller"
+        if self._rates:
+            lr = max(rates.last for rates in self._rates.values())
+            what, fix = f"learning rate {lr:g}", smaller_rate(lr)
+        reason = f"After update {found.update} the loss grows from step to step: each update goes too far."
+        if self.largest_move > _LARGE_UPDATE:
+            reason += f" An update was {self.largest_move:.3g} times as large as the weights."
+        change = f"{found.before:.3g} -> {found.after:.3g}"
+        headline = f"error GG907: the loss runs away since step {found.update} ({change}): the {what} is too large"
+        yield finding_at(self.last_update, headline, reason=reason, fix=fix)
+
+
+def smaller_rate(lr: float) -> str:
+    return f"lr={lr / 100:g}     # and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 
 def runaway(losses: list[tuple[int, float]], largest_move: float = 0.0) -> Runaway | None:
@@ -405,31 +391,27 @@ def runaway(losses: list[tuple[int, float]], largest_move: float = 0.0) -> Runaw
 _STEPS_IN_FULL = 2
 
 
-class Tracing:
+class Tracing(Examination):
     """A trace in progress; `trace` makes it.
 
     Attributes:
         steps: How many steps have been traced: of an optimizer, or updates by hand.
         tracing: Whether it is tracing now.
-        without_saves: Do not check what is saved for backward; torch.func.grad cannot run while that is done.
-        after_step: Called after each step that was traced.
         history: The losses and learning rates of the whole run.
     """
+
+    notes_losses = True
+    steps_in_full = _STEPS_IN_FULL
 
     def __init__(
         self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]], files: tuple[str, ...] = ()
     ) -> None:
+        super().__init__(model, namespaces, one_step=False, files=files)
         self.steps = 0
         self.tracing = False
-        self.without_saves = False
-        self.after_step: Callable[[torch.optim.Optimizer | None], None] | None = None
-        self.at_end: list[Callable[[], None]] = []
         self.history = History()
-        self.own_losses = True
-        self.steps_in_full = _STEPS_IN_FULL
-        self._examination = Examination(model, namespaces, one_step=False, files=files)
-        self._examination.tracer.before_step.insert(0, self._before_step)
-        self._examination.tracer.after_step.append(self._after_step)
+        self.tracer.before_step.insert(0, self._before_update)
+        self.tracer.after_step.append(self._after_update)
         self._findings: dict[Finding, None] = {}
         self._drawn = Diagnosis()  # the newest with a graph
         self._exception: BaseException | None = None
@@ -437,7 +419,7 @@ class Tracing:
         self._zeros = 0
         self._noted = 0
         self._learned: set[int] = set()
-        self._functional = self._validating = self._validated = False
+        self._functional = False
 
     @property
     def diagnosis(self) -> Diagnosis:
@@ -446,7 +428,7 @@ class Tracing:
         The graph is that of the newest step that the rules examined: one of the first, or a later one that was
         suspicious.
         """
-        unused = [entry for entry in self._examination.unused.values() if id(entry.parameter) not in self._learned]
+        unused = [entry for entry in self.unused.values() if id(entry.parameter) not in self._learned]
         run = self.history.findings(self._learned if self._ended and self._exception is None else set())
         findings = fold((*self._findings, *unused_findings(unused), *run))
         return replace(self._drawn, findings=findings, exception=self._exception)
@@ -454,12 +436,12 @@ class Tracing:
     def __repr__(self) -> str:
         return f"Tracing(steps={self.steps}, {'on' if self.tracing else 'off'})"
 
-    def __enter__(self) -> Tracing:
+    def __enter__(self) -> Self:
         try:
-            self._examination.tracer.install()
+            self.tracer.install()
             self.resume()
         except BaseException:  # an interrupt: nobody calls `__exit__`
-            self._examination.stop(interrupted=True)
+            self.stop(interrupted=True)
             raise
         return self
 
@@ -467,112 +449,69 @@ class Tracing:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended = error is None
-        self.end_validation()
-        for undo in self.at_end:
-            undo()
         try:
             if self.tracing:
                 self.pause(error)
         finally:
-            self._examination.stop(interrupted=kind is not None and not issubclass(kind, Exception))
+            self.stop(interrupted=kind is not None and not issubclass(kind, Exception))
 
     def resume(self) -> None:
         """Go on tracing after `pause`."""
-        self._examination.tracer.saves = not self.without_saves
         self.tracing = True
-        self._examination.resume()
+        self.start_tracing()
 
     def pause(self, error: BaseException | None = None) -> None:
         """Stop tracing until `resume`, and draw conclusions from what has been traced."""
         self.tracing = False
-        self._examination.pause()
+        self.stop_tracing()
         self._exception = None if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit) else error
-        trace = self._examination.tracer.trace
-        if self._exception is not None or trace.backwards or not self.steps:
+        if self._exception is not None or self.tracer.trace.backwards or not self.steps:
             self._conclude(self._exception)
-        self._begin_step()
+        self._end_step()
 
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        """The outermost modules that were called."""
-        return self._examination.tracer.trace.modules
+    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called after each step that was traced."""
 
-    @property
-    def trained(self) -> bool:
-        """Whether any backward pass ran, or torch.func did the work."""
-        return bool(self.history.backwards or self.history.updates) or self._functional
-
-    def covers(self, step: int) -> bool:
-        """Return whether the step of this number was traced."""
-        return step < self.steps or self._exception is not None
-
-    def begin_validation(self, module: torch.nn.Module) -> None:
-        """Trace a forward pass without gradients in which a BatchNorm layer learns, until `end_validation`."""
-        if self._validated or self.tracing:
-            return
-        self.resume()
-        self._validating = True
-        self._examination.tracer.begin_module(module)
-
-    def end_validation(self) -> None:
-        """Stop tracing a validation, and report it if BatchNorm learned from it."""
-        if not self._validating:
-            return
-        self._validating, self.tracing = False, False
-        self._examination.pause()
-        found = self._examination.validation()
-        self._validated = bool(found)
-        self._findings.update(dict.fromkeys(found))
-        self._begin_step()
-
-    def untraced_step(self, optimizer: torch.optim.Optimizer, location: Location | None) -> None:
-        """Record a step of an optimizer that is not traced: its learning rate, and parameters that learn after all."""
-        self.history.update(optimizer, location)
-        parameters = [entry.parameter for entry in self._examination.unused.values()]
-        self._learned.update(id(parameter) for parameter in parameters if parameter.grad is not None)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        trace = self._examination.tracer.trace
-        self._examination.thorough = self.steps < self.steps_in_full or _is_suspicious(trace, self._zeros)
+    def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        trace = self.tracer.trace
+        self.thorough = self.steps < self.steps_in_full or _is_suspicious(trace, self._zeros)
         self._note_losses()
-        if optimizer is None:
-            self.history.update(None, trace.updated_by_hand)
-            return
-        self.history.update(optimizer, trace.optimizer_steps[-1].location)
-        if self.steps < self.steps_in_full:
+        location = trace.updated_by_hand if optimizer is None else trace.optimizer_steps[-1].location
+        self.history.update(optimizer, location)
+        if optimizer is not None and self.steps < self.steps_in_full:
             self.history.weights_before(optimizer)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        tracer = self._examination.tracer
+    def _after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        trace = self.tracer.trace
         self.steps += 1
         self.history.weights_after()
-        if self._examination.thorough or any(step.again for step in tracer.trace.optimizer_steps):
-            self._zeros = len(tracer.trace.zeros)
+        if self.thorough or any(step.again for step in trace.optimizer_steps):
+            self._zeros = len(trace.zeros)
             self._conclude(None)
-        self._begin_step()
-        if self.after_step is not None and (optimizer is None or tracer.can_pause()):
-            self.after_step(optimizer)
+        self._end_step()
+        if optimizer is None or self.tracer.can_pause():
+            self.stepped(optimizer)
 
     def _note_losses(self) -> None:
-        trace = self._examination.tracer.trace
+        trace = self.tracer.trace
         self.history.scaled |= trace.scaled
         self._functional |= trace.functional or any(backward.inputs is not None for backward in trace.backwards)
-        for backward in trace.backwards[self._noted :] if self.own_losses else ():
+        for backward in trace.backwards[self._noted :] if self.notes_losses else ():
             self.history.backward(backward.loss, backward.location)
         self._noted = len(trace.backwards)
 
+    def _end_step(self) -> None:
+        self._note_losses()
+        self._noted = 0
+        self.tracer.begin_again()
+        self.begin_step()
+
     def _conclude(self, exception: BaseException | None) -> None:
-        diagnosis = self._examination.conclude(exception)
-        self._learned.update(number for number, taken in self._examination.gradients.taken.items() if taken.present)
+        diagnosis = self.conclude(exception)
+        self._learned.update(number for number, taken in self.gradients.taken.items() if taken.present)
         self._findings.update(dict.fromkeys(diagnosis.findings))
         if diagnosis.graph is not None:
             self._drawn = diagnosis
-
-    def _begin_step(self) -> None:
-        self._note_losses()
-        self._noted = 0
-        self._examination.tracer.begin_again()
-        self._examination.begin_step()
 
 
 def _is_suspicious(trace: Trace, zeros: int) -> bool:

@@ -102,11 +102,8 @@ class Diagnosis:
             ()
         """
         if severity not in SEVERITIES:
-            raise ArgumentValueError(
-                f"at_least(): `severity` is {severity!r}.",
-                why='it is one of "error", "warning" and "info".',
-                fix='diagnosis.at_least("error")',
-            )
+            why, fix = 'it is one of "error", "warning" and "info".', 'diagnosis.at_least("error")'
+            raise ArgumentValueError(f"at_least(): `severity` is {severity!r}.", why=why, fix=fix)
         return tuple(f for f in self.findings if SEVERITIES.index(f.severity) <= SEVERITIES.index(severity))
 
     def to_dict(self) -> dict[str, Any]:

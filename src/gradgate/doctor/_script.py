@@ -46,7 +46,7 @@ from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._tracer import parameters_of
 from gradgate.doctor._watch import all_finite
 from gradgate.doctor.rules import fold
-from gradgate.doctor.rules._modes import BATCHNORMS
+from gradgate.doctor.rules._modes import BATCHNORMS, find_statistics
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 
@@ -181,123 +181,135 @@ class ScriptReport:
 Progress = Callable[[int, float, str], None]
 
 
-class _Run:
+class _Run(Tracing):
     """One run of a script in this process."""
 
+    notes_losses = False  # those of untraced steps count as well
+    steps_in_full = _MOST_STEPS_TRACED
+
     def __init__(self, program: Program, first: int, whole: bool, most_steps: int | None) -> None:
+        self.main = types.ModuleType("__main__")
+        super().__init__(None, [self.main.__dict__], (program.file,))
+        source = Path(program.file).read_bytes()
+        # torch.func.grad cannot run while what is saved for backward is checked.
+        self.tracer.saves = not any(word in source for word in (b"torch.func", b"functorch"))
         self.program = program
         self.first = first
         self.whole = whole
         self.most_steps = most_steps
         self.on_traced: Callable[[Diagnosis], None] | None = None
         self.progress: Progress | None = None
-        self.steps = 0
-        self.traced = 0
+        self.taken = 0
         self.bad_step: int | None = None
         self.message = ""
-        self.main = types.ModuleType("__main__")
-        self.tracing = Tracing(None, [self.main.__dict__], (program.file,))
-        self.tracing.after_step = self._after_traced_step
-        self.tracing.steps_in_full = _MOST_STEPS_TRACED
-        source = Path(program.file).read_bytes()
-        self.tracing.without_saves = any(word in source for word in (b"torch.func", b"functorch"))
+        self._hooks: list[Any] = []
+        self._validating = self._validated = False
         self._steps_of: Counter[int] = Counter()
         self._started = self._shown = time.monotonic()
 
     def run(self, args: Sequence[str]) -> tuple[int, BaseException | None]:
         """Run the script to its end; return its exit code and what it raised."""
         raised: BaseException | None = None
-        self.tracing.__enter__()
+        self.__enter__()
         # After the tracer's own, so that a step that only begins to be traced here is not taken for one that was.
-        hooks = [register_optimizer_step_pre_hook(self._before_step)]
-        hooks.append(register_optimizer_step_post_hook(self._after_step))
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
+        self._hooks.append(register_optimizer_step_post_hook(self._after_step))
         backward, torch.autograd.backward = torch.autograd.backward, self._noting_losses(torch.autograd.backward)
         try:
             if self.first:
-                self.tracing.pause()
+                self.pause()
             exit_code, raised, self.message = run_main(self.program, args, self.main)
         finally:
             torch.autograd.backward = backward
-            self.tracing.__exit__(type(raised) if raised else None, raised, None)
-            for hook in hooks:
-                hook.remove()
+            self.end(raised)
         return exit_code, raised
+
+    def end(self, raised: BaseException | None = None) -> None:
+        self._end_validation()
+        for hook in self._hooks:
+            hook.remove()
+        self.__exit__(type(raised) if raised else None, raised, None)
 
     def report(self, exit_code: int, raised: BaseException | None = None) -> ScriptReport:
         """Return what is known now."""
-        diagnosis = self.tracing.diagnosis
-        if not self.tracing.trained:
+        diagnosis = self.diagnosis
+        if not (self.history.backwards or self.history.updates or self._functional):
             hint = _module_hint(self.program, raised)
             found = [replace(f, fix=hint) if f.code == "GG002" and hint else f for f in diagnosis.findings]
-            found.append(
-                finding_at(
-                    None,
-                    "warning GG006: no training step ran",
-                    reason=f"The script ended with exit code {exit_code} before any backward pass."
-                    + (f" Its own message: {self.message}" if self.message else ""),
-                    fix="gradgate doctor train.py --epochs 1     # with the arguments that the script needs",
-                )
-            )
+            reason = f"The script ended with exit code {exit_code} before any backward pass."
+            reason += f" Its own message: {self.message}" if self.message else ""
+            fix = "gradgate doctor train.py --epochs 1     # with the arguments that the script needs"
+            found.append(finding_at(None, "warning GG006: no training step ran", reason=reason, fix=fix))
             diagnosis = replace(diagnosis, findings=fold(found))
-        losses = tuple(self.tracing.history.losses())
-        return ScriptReport(replace(diagnosis, exception=raised), exit_code, self.steps, losses)
+        return ScriptReport(replace(diagnosis, exception=raised), exit_code, self.taken, tuple(self.history.losses()))
+
+    def covers(self, step: int) -> bool:
+        """Return whether the step of this number was traced."""
+        return step < self.steps or self._exception is not None
 
     def _noting_losses(self, backward: Callable[..., None]) -> Callable[..., None]:
         """Wrap torch.autograd.backward, which every backward pass calls, so that the losses are known."""
-        self.tracing.own_losses = False
 
         @functools.wraps(backward)
         def noting(tensors: Any, *args: Any, **kwargs: Any) -> None:
             loss = tensors.detach() if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 else None
-            self.tracing.history.backward(loss, locate(sys._getframe(1)))
-            self.tracing.end_validation()
+            self.history.backward(loss, locate(sys._getframe(1)))
+            self._end_validation()
             backward(tensors, *args, **kwargs)
 
         return noting
 
-    def _after_traced_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.traced += 1
+    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._steps_of[id(optimizer)] += 1
-        enough = min(self._steps_of.values()) > 1 or self.traced >= _MOST_STEPS_TRACED
-        if not self.whole and (enough if not self.first else self.traced >= 2):
-            self.tracing.pause()
+        traced = self._steps_of.total()
+        enough = min(self._steps_of.values()) > 1 or traced >= _MOST_STEPS_TRACED
+        if not self.whole and (enough if not self.first else traced >= 2):
+            self.pause()
             if self.first:
                 raise _Ended
-            self._watch_statistics()
+            # Trace a later validation in which BatchNorm learns.
+            layers = {m for root in self.tracer.trace.modules for m in root.modules() if isinstance(m, BATCHNORMS)}
+            self._hooks += [layer.register_forward_pre_hook(self._before_statistics) for layer in layers]
             if self.on_traced is not None:
-                self.on_traced(self.tracing.diagnosis)
-
-    def _watch_statistics(self) -> None:
-        """Trace a later validation in which BatchNorm learns."""
-        layers = {id(m): m for root in self.tracing.modules for m in root.modules() if isinstance(m, BATCHNORMS)}
-        for layer in layers.values():
-            handle = layer.register_forward_pre_hook(self._before_statistics)
-            self.tracing.at_end.append(handle.remove)
+                self.on_traced(self.diagnosis)
 
     def _before_statistics(self, module: torch.nn.Module, inputs: Any) -> None:
-        if module.training and not torch.is_grad_enabled() and not self.tracing.tracing:
-            self.tracing.begin_validation(module)
+        if module.training and not torch.is_grad_enabled() and not self.tracing and not self._validated:
+            self.resume()
+            self._validating = True
+            self.tracer.begin_module(module)
+
+    def _end_validation(self) -> None:
+        """Stop tracing a validation, and report it if BatchNorm learned from it."""
+        if self._validating:
+            self._validating = self.tracing = False
+            self.stop_tracing()
+            found = dict.fromkeys(find_statistics(self.case(None)))
+            self._validated = bool(found)
+            self._findings.update(found)
+            self._end_step()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.tracing.end_validation()
-        if self.tracing.tracing:
+        self._end_validation()
+        if self.tracing:
             return
-        self.tracing.untraced_step(optimizer, locate(sys._getframe(1)))
-        if self.bad_step is not None:
-            return
-        if not all_finite(p.grad for p in parameters_of(optimizer) if p.grad is not None):
-            self.bad_step = self.steps
+        self.history.update(optimizer, locate(sys._getframe(1)))
+        unused = [entry.parameter for entry in self.unused.values()]
+        self._learned.update(id(parameter) for parameter in unused if parameter.grad is not None)
+        gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+        if self.bad_step is None and not all_finite(gradients):
+            self.bad_step = self.taken
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.steps += 1
+        self.taken += 1
         now = time.monotonic()
         if self.progress is not None and now - self._shown > 0.25:
             self._shown = now
-            self.progress(self.steps, now - self._started, "traced" if self.tracing.tracing else "at full speed")
-        if self.steps == self.most_steps:
+            self.progress(self.taken, now - self._started, "traced" if self.tracing else "at full speed")
+        if self.taken == self.most_steps:
             raise _Ended
-        if self.steps == self.first and not self.tracing.tracing:
-            self.tracing.resume()
+        if self.taken == self.first and not self.tracing:
+            self.resume()
 
 
 def examine_script(
@@ -361,9 +373,9 @@ def examine_script(
     if os.getpid() != process:  # The script forked, and this is its child, which has come to its end.
         sys.exit(exit_code)
     report = run.report(exit_code, raised)
-    step = run.bad_step if run.bad_step is not None else run.steps if raised is not None else None
+    step = run.bad_step if run.bad_step is not None else run.taken if raised is not None else None
     explained = any(finding.code.startswith(("GG4", "GG502")) for finding in report.diagnosis.at_least("error"))
-    if whole or alone or step is None or run.tracing.covers(step) or (explained and raised is None):
+    if whole or alone or step is None or run.covers(step) or (explained and raised is None):
         return report
     again = _again(program, args, step, raised, report, *surroundings)
     drawn = again if again.graph is not None else report.diagnosis
@@ -380,7 +392,7 @@ def _reporting_exit(run: _Run, at_exit: Callable[[ScriptReport], None] | None) -
         try:
             if at_exit is not None and os.getpid() == process:
                 os._exit = leave
-                run.tracing.__exit__(None, None, None)
+                run.end()
                 at_exit(run.report(status))
                 sys.stdout.flush()
                 sys.stderr.flush()

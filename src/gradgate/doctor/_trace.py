@@ -21,6 +21,7 @@ import torch
 from gradgate._source import Location
 from gradgate._torch_private import is_view, schema_of
 from gradgate.doctor._numerics import Kind, is_readable, norm_of
+from gradgate.records import Severity
 
 # --- memory: which bytes a tensor covers ------------------------------------------------------------------------------
 
@@ -330,12 +331,13 @@ class OptimizerStep(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """A call of torch that raised, and the values that it was given."""
+    """A call of torch that raised, and the values that it was given; it is an error if the user did not catch it."""
 
     text: str
     values: tuple[int, ...]
     location: Location | None
     backward: int
+    severity: Severity = "warning"
 
 
 @dataclass(slots=True)
@@ -513,9 +515,12 @@ class Flow:
 
     def is_used(self, values: Iterable[int]) -> bool:
         """Return whether the step computes anything with some values; an update under no_grad is no use of them."""
-        readers = {number for value in self.results(values) for number in self.readers.get(value, ())}
-        ops = [self.trace.ops[number] for number in readers]
+        ops = [self.trace.ops[number] for number in self.readers_of(self.results(values))]
         return any(op.records or not self.behind_losses.isdisjoint(op.outputs) for op in ops)
+
+    def readers_of(self, values: Iterable[int]) -> set[int]:
+        """Return the operations that read any of these values."""
+        return {number for value in values for number in self.readers.get(value, ())}
 
     def is_inside_function(self, op: Op) -> bool:
         """Return whether an operation ran inside the forward of an autograd Function, where nothing is recorded."""

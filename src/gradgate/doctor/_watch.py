@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from gradgate._checks import check_module
+from gradgate._checks import check_module, wrong_type, wrong_value
 from gradgate._names import describe, listed
 from gradgate._patches import Patches, to_the_end
 from gradgate._state import BufferCopies, FiniteCheck, RandomState
@@ -22,11 +22,11 @@ from gradgate._text import user_level
 from gradgate._torch_distributed import WatchedRanks
 from gradgate._torch_private import ThreadModes, copy_tensors, step_hooks, undispatched, write_grad_mode
 from gradgate.doctor._case import finding_at, namespaces_of
-from gradgate.doctor._diagnose import GROWS, WINDOW, Examination, runaway
+from gradgate.doctor._diagnose import GROWS, WINDOW, Examination, runaway, smaller_rate
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._numerics import bad_kind, is_readable, local_values, norm_of, total
 from gradgate.doctor._tracer import parameters_of
-from gradgate.errors import ArgumentTypeError, ArgumentValueError, BadStepError, BadStepWarning
+from gradgate.errors import BadStepError, BadStepWarning
 from gradgate.records import Finding
 
 Result = TypeVar("Result")
@@ -164,14 +164,11 @@ class GradientLog:
         if norm > middle + _OUT_OF_RANGE * spread and norm > _OUT_OF_RANGE * middle:
             largest = max(held, key=lambda p: norm_of(local_values(p.grad)) if p.grad is not None else 0.0)
             name = names.get(id(largest), "a parameter")
-            yield finding_at(
-                None,
-                f"warning GG308: the gradient norm left its range at step {self.updates}: {norm:.3g}, most of it in "
-                f"{name}",
-                reason=f"The median of the last {len(self._norms)} steps is {middle:.3g}, the spread {spread:.3g}.",
-                fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     # or look at the batch of this step",
-                module=name.rpartition(".")[0] or None,
-            )
+            left = f"the gradient norm left its range at step {self.updates}: {norm:.3g}, most of it in {name}"
+            reason = f"The median of the last {len(self._norms)} steps is {middle:.3g}, the spread {spread:.3g}."
+            fix = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     # or look at the batch of this step"
+            module = name.rpartition(".")[0] or None
+            yield finding_at(None, f"warning GG308: {left}", reason=reason, fix=fix, module=module)
 
     def _running_away(self, norm: float, lr: float | None) -> Iterator[Finding]:
         self._series = [*self._series[-2 * WINDOW :], (self.updates, norm)]
@@ -183,26 +180,21 @@ class GradientLog:
             self._ran_away = True
             change = f"the gradient norm grows from {found.before:.3g} to {found.after:.3g}"
             rate = f" with a learning rate of {lr:g}" if lr is not None else ""
-            yield finding_at(
-                None,
-                f"error GG907: the training runs away since update {found.update}: {change}{rate}",
-                reason="Each update goes too far, so that the next gradient is larger.",
-                fix=f"lr={lr / 100:g}     # and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" if lr else "",
-            )
+            headline = f"error GG907: the training runs away since update {found.update}: {change}{rate}"
+            reason = "Each update goes too far, so that the next gradient is larger."
+            yield finding_at(None, headline, reason=reason, fix=smaller_rate(lr) if lr else "")
 
     def _not_moved(self, held: list[torch.Tensor], names: dict[int, str]) -> Iterator[Finding]:
         with undispatched(), torch.no_grad():
             now = {id(p): float(total(local_values(p)).real) for p in held if p.requires_grad and is_readable(p)}
         still = [names[number] for number, size in now.items() if self._weights.get(number) == size and number in names]
         self._weights = now
-        have = "has" if len(still) == 1 else "have"
         if still:
-            yield finding_at(
-                None,
-                f"warning GG309: {listed(still, 4)} {have} not moved for {_STILL} steps",
-                reason="The optimizer holds it, and its values are the same to the last bit.",
-                fix="gg.diagnose(step_fn, model=model)     # names the line that takes the gradient away",
-            )
+            have = "has" if len(still) == 1 else "have"
+            headline = f"warning GG309: {listed(still, 4)} {have} not moved for {_STILL} steps"
+            reason = "The optimizer holds it, and its values are the same to the last bit."
+            fix = "gg.diagnose(step_fn, model=model)     # names the line that takes the gradient away"
+            yield finding_at(None, headline, reason=reason, fix=fix)
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------
@@ -369,7 +361,7 @@ class Watch:
         def replayed() -> Diagnosis:
             raised = examination.attempt(step_fn)
             self._replaying = False
-            return examination.diagnosis(None if isinstance(raised, _Seen) else raised)
+            return examination.explain(None if isinstance(raised, _Seen) else raised)
 
         try:
             self._replaying = True
@@ -416,16 +408,11 @@ def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
     """
     check_module(model, name="model", function="watch")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(
-            f"watch(): `optimizer` is {describe(optimizer)}.",
-            why="it is asked to call the watch before each of its steps.",
-            fix="gg.watch(model)   # every optimizer that holds a parameter of the model",
-        )
+        why = "it is asked to call the watch before each of its steps."
+        fix = "gg.watch(model)   # every optimizer that holds a parameter of the model"
+        raise wrong_type(optimizer, "optimizer", "watch", why, fix)
     if on_bad not in ("raise", "warn", "skip"):
-        raise ArgumentValueError(
-            f"watch(): `on_bad` is {describe(on_bad)}.",
-            why='it is one of "raise", "warn" and "skip".',
-            fix='gg.watch(model, on_bad="raise")',
-        )
+        why, fix = 'it is one of "raise", "warn" and "skip".', 'gg.watch(model, on_bad="raise")'
+        raise wrong_value(on_bad, "on_bad", "watch", why, fix)
     frame = sys._getframe(1)
     return Watch(model, optimizer, on_bad, [frame.f_locals, frame.f_globals])

@@ -18,7 +18,7 @@ from gradgate._text import text_of
 from gradgate._torch_private import undispatched
 from gradgate.doctor._case import Case, Unused, finding_at, module_of_names
 from gradgate.doctor._numerics import is_readable, norm_of
-from gradgate.doctor._trace import Escape, Op, ZeroGradient
+from gradgate.doctor._trace import Escape, Freeze, Op, ZeroGradient
 from gradgate.doctor._tracer import parameters_of
 from gradgate.records import Finding, Severity
 
@@ -38,6 +38,7 @@ _COMPARISONS = {"gt", "ge", "lt", "le", "eq", "ne", "isnan", "isfinite", "isinf"
 _INDEX_OPS = {"nonzero", "bucketize", "searchsorted", "bincount", "histc", "multinomial"}
 _ROUTING = {"topk", "max", "argmax", "sort", "argsort", "multinomial", "nonzero", "kthvalue"}
 
+_NUMBER = "returns a Python number; autograd ends there."
 # How a value leaves autograd, why that is so, and what to write instead.
 _CUTS: dict[str, tuple[str, str]] = {
     "detach": ("`.detach()` returns the value without its history.", "h = h          # without .detach()"),
@@ -49,15 +50,9 @@ _CUTS: dict[str, tuple[str, str]] = {
         "`torch.tensor(x)` copies the value into a new leaf; its history is not copied.",
         "h = x          # or x.clone(); a list of tensors: torch.stack(list_of_tensors)",
     ),
-    "item": (
-        "`.item()` returns a Python number; autograd ends there.",
-        "loss = loss + value     # keep the tensor; .item() is for logs",
-    ),
-    "float": (
-        "`float(x)` returns a Python number; autograd ends there.",
-        "loss = loss + value     # keep the tensor; float() is for logs",
-    ),
-    "int": ("`int(x)` returns a Python number; autograd ends there.", "keep the tensor; an index has no gradient"),
+    "item": (f"`.item()` {_NUMBER}", "loss = loss + value     # keep the tensor; .item() is for logs"),
+    "float": (f"`float(x)` {_NUMBER}", "loss = loss + value     # keep the tensor; float() is for logs"),
+    "int": (f"`int(x)` {_NUMBER}", "keep the tensor; an index has no gradient"),
     "tolist": (
         "`.tolist()` returns Python numbers; autograd ends there.",
         "keep the tensor; torch.stack(list_of_tensors) joins tensors",
@@ -116,58 +111,58 @@ def find_cuts(case: Case) -> Iterator[Finding]:
 
 def find_unused_in_grad(case: Case) -> Iterator[Finding]:
     """Explain "appears to not have been used in the graph", which torch.autograd.grad says without a name."""
-    errors = [e for e in case.errors if "appears to not have been used in the graph" in e.text and e.backward >= 0]
-    if not errors:
+    error = case.error("appears to not have been used in the graph")
+    if error is None or error.backward < 0:
         return
-    inputs = case.trace.backwards[errors[-1].backward].inputs or ()
-    found = re.search(r"at index (\d+)", errors[-1].text)
+    inputs = case.trace.backwards[error.backward].inputs or ()
+    found = re.search(r"at index (\d+)", error.text)
     wanted = inputs[int(found[1]) : int(found[1]) + 1] if found else inputs
     yield from _explain(case, {name: p for name, p in case.parameters.items() if id(p) in wanted})
 
 
 def find_loss_without_graph(case: Case) -> Iterator[Finding]:
     """Explain "element 0 of tensors does not require grad": where the whole loss lost its graph."""
-    errors = [e for e in case.errors if "does not require grad and does not have a grad_fn" in e.text]
-    if not errors or not case.trace.backwards:
+    error = case.error("does not require grad and does not have a grad_fn")
+    if error is None or not case.trace.backwards:
         return
-    severity, backward = case.severity_of(errors[-1]), case.trace.backwards[errors[-1].backward].location
+    backward = case.trace.backwards[error.backward].location
     title = "the loss is not connected to any parameter: element 0 of tensors does not require grad"
+    headline = f"{error.severity} GG201: {title}"
     learners = {name: p for name, p in case.parameters.items() if p.requires_grad}
-    frozen = {name: p for name, p in case.parameters.items() if not p.requires_grad}
-    used = [name for name, p in frozen.items() if _is_read_after_cuts(case, p)]
-    switched = [case.frozen_at[id(frozen[name])] for name in used if id(frozen[name]) in case.frozen_at]
+    frozen = [name for name in case.parameters if name not in learners]
+    used = [name for name in frozen if _is_read_after_cuts(case, case.parameters[name])]
+    switched = _switched_off(case, used)
     if switched or (frozen and not learners):
-        names = used or list(frozen)
+        names = used or frozen
         yield finding_at(
             switched[0].location if switched else backward,
-            f"{severity} GG201: {title}",
+            headline,
             reason=f"{listed(names, 4)} {_are(names)} frozen: requires_grad is False"
             + (", switched off at this line and not on again." if switched else "."),
             fix="model.requires_grad_(True)     # before the step that trains it",
             module=module_of_names(names),
             also=[backward],
         )
-        return
-    cuts = [cause for cause in _explain(case, learners) if cause.code == "GG101"]
-    if cuts:
+    elif cuts := [cause for cause in _explain(case, learners) if cause.code == "GG101"]:
         reason = f"Every path from the parameters to the loss is cut. Here: {cuts[0].reason}"
-        also = (backward.text if backward else None, *(cut.where for cut in cuts[1:]))
-        yield replace(
-            cuts[0], code="GG201", severity=severity, title=title, reason=reason, also=tuple(filter(None, also))
-        )
-        return
-    yield finding_at(
-        backward,
-        f"{severity} GG201: {title}",
-        reason="No tensor that requires grad takes part in the loss.",
-        fix="loss = loss_fn(model(x), y)     # computed from the model's output",
-    )
+        also = tuple(filter(None, (backward.text if backward else None, *(cut.where for cut in cuts[1:]))))
+        yield replace(cuts[0], code="GG201", severity=error.severity, title=title, reason=reason, also=also)
+    else:
+        reason = "No tensor that requires grad takes part in the loss."
+        fix = "loss = loss_fn(model(x), y)     # computed from the model's output"
+        yield finding_at(backward, headline, reason=reason, fix=fix)
+
+
+def _switched_off(case: Case, names: list[str]) -> list[Freeze]:
+    """Return the lines that froze parameters."""
+    numbers = [id(case.parameters[name]) for name in names]
+    return [case.frozen_at[number] for number in numbers if number in case.frozen_at]
 
 
 def _is_read_after_cuts(case: Case, parameter: torch.Tensor) -> bool:
     """Return whether a loss was computed from a parameter, and nearer to the loss than any cut."""
-    values = case.values_of(id(parameter))
-    last = max((number for value in values for number in case.flow.readers.get(value, ())), default=-1)
+    values = case.values_of(parameter)
+    last = max(case.flow.readers_of(values), default=-1)
     return not case.flow.behind_losses.isdisjoint(values) and last > max(case.flow.cuts, default=-1)
 
 
@@ -183,14 +178,14 @@ def _is_lost(case: Case, parameter: torch.Tensor) -> bool:
         return False
     # zero_grad(set_to_none=False) leaves zeros if no gradient arrives; zero_grad() after backward takes all away.
     cleared = any(step.idle and step.backwards for step in case.trace.optimizer_steps)
-    return not (gradient.present or cleared) or not case.flow.is_connected(case.values_of(id(parameter)))
+    return not (gradient.present or cleared) or not case.flow.is_connected(case.values_of(parameter))
 
 
 def _frozen(case: Case) -> Iterator[Finding]:
     frozen = [name for name, p in case.parameters.items() if not p.requires_grad]
     if not frozen:
         return
-    switched = [case.frozen_at[id(p)] for name in frozen if id(p := case.parameters[name]) in case.frozen_at]
+    switched = _switched_off(case, frozen)
     held = [parameters_of(step.optimizer) for step in case.trace.optimizer_steps]
     everything = len(frozen) == len(case.parameters) or any(ps and not any(p.requires_grad for p in ps) for ps in held)
     again = any(switch.again or case.one_step for switch in switched)
@@ -208,23 +203,24 @@ def _frozen(case: Case) -> Iterator[Finding]:
 
 def _explain(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Finding]:
     """Explain why parameters get no gradient."""
-    by_cut: defaultdict[CutPoint, list[str]] = defaultdict(list)
+    cut_off: list[tuple[CutPoint, str]] = []
     unused, aside, refused = [], [], []
     for name, parameter in lost.items():
-        values = case.values_of(id(parameter))
-        cuts = case.flow.cuts_of(values)
+        values = case.values_of(parameter)
+        cuts = [cut_of(case, case.trace.ops[number]) for number in case.flow.cuts_of(values)]
         if not case.flow.is_used(values):
             unused.append(Unused(name, parameter, case.call_of(parameter), _is_routed(case, name)))
         elif cuts:
-            for cut in _decisive([cut_of(case, case.trace.ops[number]) for number in cuts]):
-                by_cut[cut].append(name)
+            # A mask or an index computed from a value says less than the line that cuts off the value itself.
+            decisive = [cut for cut in cuts if cut.kind not in ("comparison", "argmax", "integer", "operator")]
+            cut_off += [(cut, name) for cut in decisive or cuts]
         elif case.flow.is_connected(values):
             refused.append(name)
         elif (escape := _escape_of(case, values)) is not None:
-            by_cut[CutPoint(escape.kind, escape.location)].append(name)
+            cut_off.append((CutPoint(escape.kind, escape.location), name))
         else:
             aside.append(name)
-    yield from _cut_findings(case, by_cut)
+    yield from _cut_findings(case, cut_off)
     if refused and not case.errors:
         yield _refused(case, refused)
     if aside:
@@ -266,11 +262,6 @@ def _is_routed(case: Case, name: str) -> bool:
     return False
 
 
-def _decisive(cuts: list[CutPoint]) -> list[CutPoint]:
-    """Leave out a mask or an index computed from a value, if the value itself is cut off as well."""
-    return [cut for cut in cuts if cut.kind not in ("comparison", "argmax", "integer", "operator")] or cuts
-
-
 def _targets(case: Case, names: list[str]) -> list[str]:
     """Return those names that belong to a copy of a module that learns (a target network of BYOL, DQN, MoCo)."""
     # A copy has the shapes and, up to a moving average, the values of the module that learns, and that module does not
@@ -298,61 +289,50 @@ def _twin_prefix(case: Case, name: str, other: str) -> str | None:
     with undispatched(), torch.no_grad():
         if not (is_readable(one) and is_readable(two)) or (one.dim() > 1 and norm_of(one - two) > 0.5 * norm_of(two)):
             return None
-    results = case.flow.results(case.values_of(id(one)))
-    readers = [n for value in case.values_of(id(two)) for n in case.flow.readers.get(value, ())]
-    if any(not results.isdisjoint(case.trace.ops[number].sources) for number in readers):
+    results = case.flow.results(case.values_of(one))
+    readers = [case.trace.ops[number] for number in case.flow.readers_of(case.values_of(two))]
+    if any(not results.isdisjoint(reader.sources) for reader in readers):
         return None
     return ".".join(parts[: differing[0] + 1])
 
 
-def _cut_findings(case: Case, by_cut: dict[CutPoint, list[str]]) -> Iterator[Finding]:
-    merged: dict[tuple[str, str | None], tuple[CutPoint, list[Location | None], dict[str, None]]] = {}
-    for cut, names in by_cut.items():
-        entry = merged.setdefault((cut.kind, cut.where.text if cut.where is not None else None), (cut, [], {}))
-        entry[1].append(cut.inside)
-        entry[2].update(dict.fromkeys(names))
-    for cut, inside, found in merged.values():
-        targets = _targets(case, list(found)) if cut.kind in _ON_PURPOSE else []
-        for group in ([name for name in found if name not in targets], targets):
-            if group:
-                yield _cut_finding(case, cut, inside, group, on_purpose=group is targets)
-
-
-def _cut_finding(
-    case: Case, cut: CutPoint, inside: list[Location | None], names: list[str], on_purpose: bool
-) -> Finding:
-    why, fix = _CUTS[cut.kind]
+def _cut_findings(case: Case, cut_off: list[tuple[CutPoint, str]]) -> Iterator[Finding]:
+    lines: defaultdict[object, list[tuple[CutPoint, str]]] = defaultdict(list)
+    for cut, name in cut_off:
+        lines[cut.kind, cut.where.text if cut.where is not None else None].append((cut, name))
     learned = any(case.gradient(p).present for p in case.parameters.values())
-    # Nobody said what ought to learn: another network under no_grad may well be a teacher.
-    on_purpose |= cut.kind in ("no_grad", "inference_mode") and not case.known_model and learned
-    line = cut.where.expression if cut.where is not None else "an unknown line"
-    line = line if len(line) <= 80 else line[:77] + "..."
-    severity = "info" if on_purpose else _severity(case)
-    return finding_at(
-        cut.where,
-        f"{severity} GG101: {listed(names, 4)} {_gets(names)} no gradient: cut at `{line}`",
-        reason=f"The loss is computed from {_them(names)}, but {why}"
-        + (" That is correct for a target network, the copy of one that learns." if on_purpose else ""),
-        fix="" if on_purpose else fix,
-        module=module_of_names(names),
-        also=inside,
-    )
+    for group in lines.values():
+        cut, found = group[0][0], list(dict.fromkeys(name for _, name in group))
+        why, fix = _CUTS[cut.kind]
+        line = cut.where.expression if cut.where is not None else "an unknown line"
+        line = line if len(line) <= 80 else line[:77] + "..."
+        targets = _targets(case, found) if cut.kind in _ON_PURPOSE else []
+        # Nobody said what ought to learn: another network under no_grad may well be a teacher.
+        teacher = cut.kind in ("no_grad", "inference_mode") and not case.known_model and learned
+        for names in filter(None, ([name for name in found if name not in targets], targets)):
+            on_purpose = teacher or names is targets
+            severity = "info" if on_purpose else _severity(case)
+            yield finding_at(
+                cut.where,
+                f"{severity} GG101: {listed(names, 4)} {_form(names, 'gets', 'get')} no gradient: cut at `{line}`",
+                reason=f"The loss is computed from {_form(names, 'it', 'them')}, but {why}"
+                + (" That is correct for a target network, the copy of one that learns." if on_purpose else ""),
+                fix="" if on_purpose else fix,
+                module=module_of_names(names),
+                also=[cut.inside for cut, _ in group],
+            )
 
 
 def _severity(case: Case) -> Severity:
     return "error" if case.known_model else "warning"
 
 
+def _form(names: list[str], one: str, several: str) -> str:
+    return one if len(names) == 1 else several
+
+
 def _are(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
-
-
-def _gets(names: list[str]) -> str:
-    return "gets" if len(names) == 1 else "get"
-
-
-def _them(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
+    return _form(names, "is", "are")
 
 
 def cut_of(case: Case, op: Op) -> CutPoint:
@@ -393,7 +373,7 @@ def _escape_of(case: Case, values: list[int]) -> Escape | None:
     """Find where values left torch, if something that came from outside later entered the loss."""
     made = case.flow.results(values)
     brought = [value for value in case.flow.behind_losses if value in case.trace.roots and value not in made]
-    last = max((case.flow.readers[value][0] for value in brought if case.flow.readers.get(value)), default=-1)
+    last = max((min(case.flow.readers_of([value]), default=-1) for value in brought), default=-1)
     end = case.trace.backwards[-1].after if case.trace.backwards else len(case.trace.ops)
     left = [e for e in case.trace.escapes if e.value in made and e.kind in _CUTS and e.after <= end]
     # A number in a formula (`x * h.item()`) comes in with the operation itself, not with a tensor.
@@ -405,7 +385,7 @@ def _refused(case: Case, names: list[str]) -> Finding:
     """Explain parameters that are connected to the loss and get no gradient all the same."""
     functions = {function for backward in case.trace.backwards for function in backward.functions}
     own = sorted((f for f in functions if not f.__module__.startswith("torch.")), key=lambda f: f.__qualname__)
-    who = f"{listed(names, 4)} {_gets(names)} no gradient"
+    who = f"{listed(names, 4)} {_form(names, 'gets', 'get')} no gradient"
     if own:
         return finding_at(
             definition(own[0].backward.__code__),
@@ -424,11 +404,12 @@ def _refused(case: Case, names: list[str]) -> Finding:
 
 
 def _aside(case: Case, names: list[str]) -> Finding:
-    results = case.flow.results(v for name in names for v in case.values_of(id(case.parameters[name])))
-    last = max((case.flow.maker[value] for value in results if value in case.flow.maker), default=None)
+    results = case.flow.results(v for name in names for v in case.values_of(case.parameters[name]))
+    last = max(results, key=lambda value: case.flow.maker.get(value, -1), default=-1)
     return finding_at(
-        case.trace.ops[last].location if last is not None else None,
-        f"warning GG103: {listed(names, 4)} {_are(names)} used, but the loss does not depend on {_them(names)}",
+        case.flow.made_by(last).location,
+        f"warning GG103: {listed(names, 4)} {_are(names)} used, but the loss does not depend on "
+        f"{_form(names, 'it', 'them')}",
         reason="What is computed from it ends here; it never enters the loss, so it gets no gradient.",
         fix="loss = loss + weight * auxiliary_loss     # or leave the computation out",
         module=module_of_names(names),
@@ -506,7 +487,7 @@ def find_zeros(case: Case) -> Iterator[Finding]:
     # Gradients that came by several paths and cancel each other (a bias under D(fake) - D(real)) are no fault.
     cancelled = set().union(*(backward.leaves_with_gradient() for backward in case.trace.backwards)) if idle else set()
     for name, parameter in idle.items():
-        values = case.values_of(id(parameter))
+        values = case.values_of(parameter)
         if not case.flow.is_connected(values) or id(parameter) in cancelled:
             continue
         results = case.flow.results(values)
@@ -551,11 +532,10 @@ def _cause_of_factor(case: Case, zero: ZeroGradient) -> ZeroGradient | None:
 
 def _zero_finding(case: Case, zero: ZeroGradient, names: list[str]) -> Finding:
     op = case.trace.ops[zero.op]
-    shown = op.location.expression if op.location is not None else op.name
     flat = next((flat for flat in _FLAT if zero.node_name.startswith(flat.nodes)), _UNKNOWN)
     return finding_at(
         op.location,
-        f"{flat.kind}: the gradient of {listed(names, 4)} is zero: lost at `{shown}`",
+        f"{flat.kind}: the gradient of {listed(names, 4)} is zero: lost at `{op.shown}`",
         reason=f"In the backward of this line ({zero.node_name}) the gradient becomes zero: {flat.why}",
         fix=flat.fix,
         module=case.module(op) or module_of_names(names),
@@ -566,15 +546,13 @@ def find_sizes(case: Case) -> Iterator[Finding]:
     """Find layers whose gradient is out of all proportion."""
     if case.exception is not None:
         return
-    squares: defaultdict[str, float] = defaultdict(float)
-    counts: defaultdict[str, int] = defaultdict(int)
+    layers: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in case.parameters.items():
         gradient = case.gradient(parameter)
         if gradient.present and gradient.bad is None and not gradient.zero and math.isfinite(gradient.norm):
-            layer = name.rpartition(".")[0] or name
-            squares[layer] += gradient.norm**2
-            counts[layer] += parameter.numel()
-    sizes = {layer: math.sqrt(squares[layer] / counts[layer]) for layer in squares}
+            layers[name.rpartition(".")[0] or name].append(parameter)
+    norms = {layer: math.hypot(*(case.gradient(p).norm for p in own)) for layer, own in layers.items()}
+    sizes = {layer: norms[layer] / math.sqrt(sum(p.numel() for p in own)) for layer, own in layers.items()}
     if len(sizes) < 2:
         return
     largest = max(sizes, key=lambda layer: sizes[layer])
@@ -588,12 +566,11 @@ def find_sizes(case: Case) -> Iterator[Finding]:
             fix="residual connections, nn.LayerNorm, or another initialisation (nn.init.kaiming_normal_)",
             module=vanished[0],
         )
-    exploded = [layer for layer in sizes if math.sqrt(squares[layer]) > _EXPLODED]
+    exploded = [layer for layer, norm in norms.items() if norm > _EXPLODED]
     if exploded:
-        norm = f"{math.sqrt(squares[exploded[0]]):.1e}"
         yield finding_at(
             None,
-            f"warning GG307: the gradient explodes: the norm at {listed(exploded, 3)} is {norm}",
+            f"warning GG307: the gradient explodes: the norm at {listed(exploded, 3)} is {norms[exploded[0]]:.1e}",
             reason="On the way back each layer made it larger, or the loss itself is that large.",
             fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
             module=exploded[0],

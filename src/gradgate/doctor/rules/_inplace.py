@@ -55,11 +55,10 @@ def find_leaf_edits(case: Case) -> Iterator[Finding]:
     """Explain an in-place edit that autograd refuses at once: of a leaf, or of one of several views."""
     for error in case.errors:
         shown = f"`{error.location.source}`" if error.location is not None else "the step"
-        severity = case.severity_of(error)
         if "leaf Variable that requires grad" in error.text and "in-place" in error.text:
             yield finding_at(
                 error.location,
-                f"{severity} GG603: {shown} edits a leaf that requires grad in place",
+                f"{error.severity} GG603: {shown} edits a leaf that requires grad in place",
                 reason="A parameter has no history that could be continued: after the edit it would not be clear "
                 "what its gradient is the gradient of.",
                 fix="w2 = gg.at(w)[index].set(value)     # a new tensor; gradients reach w and value\n"
@@ -68,7 +67,7 @@ def find_leaf_edits(case: Case) -> Iterator[Finding]:
         elif "is a view" in error.text and "inplace" in error.text:
             yield finding_at(
                 error.location,
-                f"{severity} GG604: {shown} edits a view in place that autograd cannot follow",
+                f"{error.severity} GG604: {shown} edits a view in place that autograd cannot follow",
                 reason="The view was made by a function that returns several views at once, inside no_grad, or by an "
                 "autograd Function; autograd cannot carry the edit over to what it is a view of.",
                 fix="y = gg.at(x)[index].set(value)     # a new tensor instead of the edit",
@@ -80,19 +79,18 @@ def find_leaf_edits(case: Case) -> Iterator[Finding]:
 
 def find_second_backward(case: Case) -> Iterator[Finding]:
     """Explain "Trying to backward through the graph a second time"."""
-    errors = [e for e in case.errors if "backward through the graph a second time" in e.text and e.backward >= 0]
-    if not errors:
+    error = case.error("backward through the graph a second time")
+    if error is None or error.backward < 0:
         return
-    severity, number = case.severity_of(errors[-1]), errors[-1].backward
-    last = case.trace.backwards[number]
-    before = (*case.previous.backwards, *case.trace.backwards[:number])
+    last = case.trace.backwards[error.backward]
+    before = (*case.previous.backwards, *case.trace.backwards[: error.backward])
     earlier = [b for b in before if b.nodes & last.nodes - {-1}]
     shared = last.nodes & frozenset().union(*(b.nodes for b in earlier)) - {-1}
     made = _shared_line(case.trace, shared) or _shared_line(case.previous, shared)
     if made is not None:
         yield finding_at(
             made,
-            f"{severity} GG701: backward walks the graph of `{made.expression}` a second time",
+            f"{error.severity} GG701: backward walks the graph of `{made.expression}` a second time",
             reason="The first backward freed what the graph had saved. What this line made is part of both graphs.",
             fix="h = h.detach()     # start the next step from the value, not from its history\n"
             "(loss_a + loss_b).backward()     # or: one backward for both\n"
@@ -102,12 +100,12 @@ def find_second_backward(case: Case) -> Iterator[Finding]:
         return
     # The graph was made before the trace began: name the line where this step picks it up.
     old = [value for value, root in case.trace.roots.items() if root.requires_grad and not root.leaf]
-    readers = [number for value in old for number in case.flow.readers.get(value, ())]
+    readers = case.flow.readers_of(old)
     where = case.trace.ops[min(readers)].location if readers else last.location
     shown = where.expression if where is not None else "unknown"
     yield finding_at(
         where,
-        f"{severity} GG701: backward walks a graph a second time that was made before this step: `{shown}`",
+        f"{error.severity} GG701: backward walks a graph a second time that was made before this step: `{shown}`",
         reason="This line reads a tensor that still carries the graph of an earlier step, which has been freed.",
         fix="h = h.detach()     # at the end of each step: keep the value, not its history",
         also=[last.location],

@@ -59,12 +59,11 @@ def find_written_modes(case: Case) -> Iterator[Finding]:
 
 def find_inference_tensors(case: Case) -> Iterator[Finding]:
     """Explain a tensor made in inference mode that training met, and say where it was made."""
-    errors = [error for error in case.errors if "nference tensor" in error.text]
-    if not errors:
+    error = case.error("nference tensor")
+    if error is None:
         return
-    used, severity = errors[-1].location, case.severity_of(errors[-1])
-    made, name = None, None
-    for value in errors[-1].values:
+    used, made, name = error.location, None, None
+    for value in error.values:
         root = case.trace.roots.get(value)
         if value in case.trace.inference_values:
             made = case.trace.inference_values[value]
@@ -73,7 +72,7 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
     what = f"`{name}`" if name else f"what `{made.expression}` made" if made is not None else "a tensor"
     yield finding_at(
         made or used,
-        f"{severity} GG804: {what} was made in inference mode and is used in training",
+        f"{error.severity} GG804: {what} was made in inference mode and is used in training",
         reason=f"Tensors made in inference mode can never be part of a graph. It is used at "
         f"{used.text if used is not None else 'an unknown line'}.",
         fix="with torch.no_grad(): ...     # instead of torch.inference_mode(), where the tensor is kept\n"
@@ -115,8 +114,7 @@ def _takes_learned_input(case: Case) -> bool:
 
 def find_statistics(case: Case) -> Iterator[Finding]:
     """Find a validation under no_grad in train mode, which changes the running statistics of BatchNorm."""
-    trained = {id(op.module) for op in case.trace.ops if op.records and op.module is not None} | case.trained_modules
-    ops = [op for op in case.trace.ops if id(op.module) in trained and _moves_statistics(case, op)]
+    ops = [op for op in case.trace.ops if id(op.module) in case.trained_modules and _moves_statistics(case, op)]
     if not ops or _is_sampling(case, ops):
         return
     names = list(dict.fromkeys(case.module(op) or "BatchNorm" for op in ops))
