@@ -15,7 +15,7 @@ from gradgate._source import Location, SourceLine, locate_traceback
 from gradgate._text import text_of
 from gradgate._torch_private import without_compiled_wrappers
 from gradgate.doctor._numerics import Gradient
-from gradgate.doctor._trace import Flow, Freeze, Op, Raised, Trace
+from gradgate.doctor._trace import Call, Flow, Freeze, Op, Raised, Trace
 from gradgate.records import Finding, Severity
 
 SEVERITIES = ("error", "warning", "info")
@@ -114,9 +114,9 @@ class Names:
 
     def of_module(self, module: torch.nn.Module | None) -> str | None:
         """Return the path of a module, or its class if it has none."""
-        return (
-            (self.path_of(module) or type(without_compiled_wrappers(module)).__name__) if module is not None else None
-        )
+        if module is None:
+            return None
+        return self.path_of(module) or type(without_compiled_wrappers(module)).__name__
 
     def of_tensor(self, tensor: torch.Tensor) -> str | None:
         return self._tensors.get(id(tensor)) or self.variable(tensor)
@@ -188,24 +188,29 @@ class Case:
             call = self.trace.calls[call].outer
         return call
 
-    def call_of(self, parameter: torch.Tensor) -> Location | None:
-        """Return the user's call of the outermost module that a parameter belongs to."""
-        for call in self.trace.calls:
-            if call.outer < 0 and any(parameter is other for other in call.module.parameters()):
-                return call.location
-        return None
+    @property
+    def outermost_calls(self) -> list[Call]:
+        return [call for call in self.trace.calls if call.outer < 0]
+
+    def calls_with(self, parameter: torch.Tensor) -> list[Call]:
+        """Return the outermost calls of modules that a parameter belongs to."""
+        return [c for c in self.outermost_calls if any(parameter is other for other in c.module.parameters())]
 
     def module(self, op: Op) -> str | None:
         """Return the path of the module that an operation ran in."""
         return self.names.of_module(op.module)
 
+    def finding(self, op: Op, headline: str, reason: str, fix: str, **given: Any) -> Finding:
+        """Make a finding at the line of an operation."""
+        return finding_at(op.location, headline, reason, fix, module=self.module(op), **given)
+
 
 def finding_at(
     where: Location | SourceLine | None,
     headline: str,
-    *,
     reason: str,
     fix: str = "",
+    *,
     module: str | None = None,
     samples: Iterable[int] = (),
     also: Iterable[Location | SourceLine | None] = (),

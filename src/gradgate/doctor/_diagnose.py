@@ -8,10 +8,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from traceback import walk_stack
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -28,7 +26,7 @@ from gradgate.doctor._trace import Flow, Trace
 from gradgate.doctor._tracer import Tracer, parameters_of
 from gradgate.doctor.rules import apply_rules, fold
 from gradgate.doctor.rules._gradients import unused_findings
-from gradgate.doctor.rules._optimizer import live_optimizers
+from gradgate.doctor.rules._setup import live_optimizers
 from gradgate.records import Finding
 
 _HOOK_WARNING = "Using `torch.compile.module.` when there are global hooks"
@@ -52,8 +50,7 @@ class Examination:
         self.namespaces = namespaces
         self.one_step = one_step
         self.files = files
-        self.tracer = Tracer()
-        self.tracer.before_step.append(self._take_gradients)
+        self.tracer = Tracer(self.before_update, self.after_update)
         self.thorough = True
         self.unused: dict[int, Unused] = {}
         self._trained: set[int] = set()
@@ -68,19 +65,24 @@ class Examination:
         self.gradients = Gradients(self.model.parameters() if self.model is not None else ())
         self.thorough = True
 
-    def _take_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called before each step of an optimizer that is traced, and each update by hand."""
         if self.thorough and optimizer is not None:
             self.gradients.take(parameters_of(optimizer))
 
+    def after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called after it."""
+
     def stop(self, *, interrupted: bool = False) -> None:
         """Stop tracing and remove every hook; it may be called again."""
-        to_the_end(partial(self._stop, interrupted))
 
-    def _stop(self, interrupted: bool) -> None:
-        self.stop_tracing()
-        self.tracer.uninstall()
-        if interrupted:
-            self._modes.restore()
+        def clean_up() -> None:
+            self.stop_tracing()
+            self.tracer.uninstall()
+            if interrupted:
+                self._modes.restore()
+
+        to_the_end(clean_up)
 
     def start_tracing(self) -> None:
         """Begin to trace; compiled models run uncompiled meanwhile."""
@@ -92,8 +94,7 @@ class Examination:
         self.tracer.pause()
         self._surroundings.undo()
         # All other filters, also new ones, stay as the user has them.
-        ours = next((entry for entry in warnings.filters if entry[1] and entry[1].pattern == _HOOK_WARNING), None)
-        if ours is not None:
+        for ours in [entry for entry in warnings.filters if entry[1] and entry[1].pattern == _HOOK_WARNING][:1]:
             warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
     def attempt(self, step_fn: Callable[[], Any]) -> Exception | None:
@@ -134,10 +135,10 @@ class Examination:
             headline = "info GG001: the model is compiled; it ran without torch.compile for this diagnosis"
             reason = "Compiled code has no lines to point at. What is found here holds for the compiled model as "
             reason += "well, unless the compiler itself is at fault."
-            yield finding_at(None, headline, reason=reason, module=compiled[0] or None)
+            yield finding_at(None, headline, reason, module=compiled[0] or None)
 
     def case(self, exception: BaseException | None) -> Case:
-        trace = self.tracer.trace
+        tracer, trace = self.tracer, self.tracer.trace
         names = Names(self.model, trace.modules, [*self.namespaces, *_variables_of_users()])
         flow = Flow(trace)
         parameters = self._parameters(names, flow)
@@ -149,11 +150,11 @@ class Examination:
             parameters=parameters,
             gradients=self.gradients.taken,
             exception=exception,
-            previous=self.tracer.previous,
+            previous=tracer.previous,
             known_model=self.model is not None or bool(trace.optimizer_steps) or trace.updated_by_hand is not None,
             one_step=self.one_step,
             files=self.files,
-            frozen_at={n: freeze for n, (tensor, freeze) in self.tracer.frozen.items() if tensor() is not None},
+            frozen_at={n: freeze for n, (tensor, freeze) in tracer.frozen.items() if tensor() is not None},
             trained_modules=self._trained | {id(op.module) for op in trace.ops if op.records and op.module is not None},
         )
 
@@ -318,21 +319,17 @@ class History:
 
     def findings(self, learned: set[int]) -> Iterator[Finding]:
         """Yield what only the whole run shows; `learned` has the `id` of what got a gradient, if the run has ended."""
-        yield from self._never_updated(learned)
-        yield from self._without_rate()
-        yield from self._running_away()
-
-    def _never_updated(self, learned: set[int]) -> Iterator[Finding]:
-        if self.updates or not self.backwards or self.scaled:
-            return
-        if any(id(p) in learned for optimizer in live_optimizers() for p in parameters_of(optimizer)):
+        never_updated = self.backwards and not self.updates and not self.scaled
+        if never_updated and any(id(p) in learned for optimizer in live_optimizers() for p in parameters_of(optimizer)):
             reason = f"backward() ran {self.backwards} time{'s' * (self.backwards > 1)} and gave gradients to what "
             reason += "the optimizer holds, but nothing changed the weights."
             headline, fix = (
                 "error GG905: optimizer.step() is never called",
                 "optimizer.step()     # after loss.backward()",
             )
-            yield finding_at(self.last_backward, headline, reason=reason, fix=fix)
+            yield finding_at(self.last_backward, headline, reason, fix)
+        yield from self._without_rate()
+        yield from self._running_away()
 
     def _without_rate(self) -> Iterator[Finding]:
         for rates in self._rates.values():
@@ -344,7 +341,7 @@ class History:
                 by = ", as its scheduler set it."
                 fix = "look at the scheduler: what it multiplies the learning rate by, and how often step() runs"
             headline = "error GG906: the learning rate is 0: no weight changes"
-            yield finding_at(rates.location, headline, reason=f"It was 0 in {steps} of this optimizer{by}", fix=fix)
+            yield finding_at(rates.location, headline, f"It was 0 in {steps} of this optimizer{by}", fix)
 
     def _running_away(self) -> Iterator[Finding]:
         runs = (
@@ -362,7 +359,7 @@ class History:
             reason += f" An update was {self.largest_move:.3g} times as large as the weights."
         change = f"{found.before:.3g} -> {found.after:.3g}"
         headline = f"error GG907: the loss runs away since step {found.update} ({change}): the {what} is too large"
-        yield finding_at(self.last_update, headline, reason=reason, fix=fix)
+        yield finding_at(self.last_update, headline, reason, fix)
 
 
 def smaller_rate(lr: float) -> str:
@@ -410,8 +407,6 @@ class Tracing(Examination):
         self.steps = 0
         self.tracing = False
         self.history = History()
-        self.tracer.before_step.insert(0, self._before_update)
-        self.tracer.after_step.append(self._after_update)
         self._findings: dict[Finding, None] = {}
         self._drawn = Diagnosis()  # the newest with a graph
         self._exception: BaseException | None = None
@@ -445,15 +440,13 @@ class Tracing(Examination):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._ended = error is None
         try:
             if self.tracing:
                 self.pause(error)
         finally:
-            self.stop(interrupted=kind is not None and not issubclass(kind, Exception))
+            self.stop(interrupted=error is not None and not isinstance(error, Exception))
 
     def resume(self) -> None:
         """Go on tracing after `pause`."""
@@ -469,10 +462,7 @@ class Tracing(Examination):
             self._conclude(self._exception)
         self._end_step()
 
-    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Called after each step that was traced."""
-
-    def _before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         trace = self.tracer.trace
         self.thorough = self.steps < self.steps_in_full or _is_suspicious(trace, self._zeros)
         self._note_losses()
@@ -480,8 +470,9 @@ class Tracing(Examination):
         self.history.update(optimizer, location)
         if optimizer is not None and self.steps < self.steps_in_full:
             self.history.weights_before(optimizer)
+        super().before_update(optimizer)
 
-    def _after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         trace = self.tracer.trace
         self.steps += 1
         self.history.weights_after()
@@ -489,8 +480,6 @@ class Tracing(Examination):
             self._zeros = len(trace.zeros)
             self._conclude(None)
         self._end_step()
-        if optimizer is None or self.tracer.can_pause():
-            self.stepped(optimizer)
 
     def _note_losses(self) -> None:
         trace = self.tracer.trace
@@ -519,7 +508,7 @@ def _is_suspicious(trace: Trace, zeros: int) -> bool:
         bool(trace.overwrites)
         or len(trace.zeros) != zeros
         or any(bad.kind == "nan" or bad.stage == "backward" for bad in trace.bad)
-        or any(backward.loss is not None and not math.isfinite(backward.loss) for backward in trace.backwards)
+        or any(backward.is_bad for backward in trace.backwards)
     )
 
 

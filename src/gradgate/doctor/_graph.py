@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch.nn.parameter import UninitializedParameter
@@ -91,6 +91,7 @@ def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple
     if case.trace.functional or not drawn:
         return None, ()
     indices = {id(module): place for place, (_, module) in enumerate(drawn)}
+    owners = {id(p): place for place, (_, module) in reversed([*enumerate(drawn)]) for p in _own(module)}
     path, bad_values = _path_of_nonfinite(case, indices)
     modules = [
         _module_entry(case, name, module, calls[id(module)], place in path)
@@ -99,16 +100,12 @@ def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple
     cuts = {f.where: f.code for f in reversed(findings) if f.where is not None and f.code.startswith(("GG1", "GG2"))}
     found = _Edges(case, indices, bad_values).find()
     edges = [_edge_entry(case, *ends, found[ends], cuts) for ends in _nearest(found, len(drawn))]
-    owners: dict[int, int] = {}
-    for place, (_, module) in enumerate(drawn):
-        for parameter in _own(module):
-            owners.setdefault(id(parameter), place)
-    layers = tuple(
+    layers = [
         _layer(case, name, parameter, owners.get(id(parameter)))
         for name, parameter in case.parameters.items()
         if not isinstance(parameter, UninitializedParameter)
-    )
-    return Graph(modules=modules, edges=edges, nonfinite_path=path), layers
+    ]
+    return Graph(modules=modules, edges=edges, nonfinite_path=path), tuple(layers)
 
 
 def _own(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -124,11 +121,10 @@ def _norm(amount: float | None) -> Norm:
 def _gradient_norm(gradients: list[Gradient]) -> Norm:
     # A gradient whose values are elsewhere (sharded, meta) has no norm here.
     known = [g for g in gradients if g.present and (g.zero or g.bad is not None or not math.isnan(g.norm))]
-    kinds = {gradient.bad for gradient in known}
-    if "nan" in kinds:
-        return "nan"
-    norms = [0.0 if g.zero else g.norm for g in known]
-    return "inf" if "inf" in kinds else _norm(math.hypot(*norms)) if norms else None
+    for kind in ("nan", "inf"):
+        if any(gradient.bad == kind for gradient in known):
+            return kind
+    return _norm(math.hypot(*(0.0 if g.zero else g.norm for g in known))) if known else None
 
 
 def _module_entry(case: Case, name: str, module: torch.nn.Module, calls: int, spoiled: bool) -> GraphModule:
@@ -159,20 +155,16 @@ def _nearest(edges: Iterable[tuple[int, int]], modules: int) -> list[tuple[int, 
     def positions(ends: tuple[int, int]) -> tuple[int, int]:
         return ends[0], ends[1] if ends[1] != LOSS else modules
 
-    def length(ends: tuple[int, int]) -> int:
-        source, target = positions(ends)
-        return abs(target - source)
-
-    near = sorted(sorted(edges, key=positions), key=length)[:_MOST_EDGES]
-    return sorted(near, key=positions)
+    near = sorted(sorted(edges, key=positions), key=lambda ends: abs(positions(ends)[1] - ends[0]))
+    return sorted(near[:_MOST_EDGES], key=positions)
 
 
 def _edge_entry(case: Case, source: int, target: int, edge: Edge, codes: dict[str, str]) -> GraphEdge:
     cut: Cut | None = None
     if edge.cut >= 0 and not edge.connected:
         where = cut_of(case, case.trace.ops[edge.cut]).where
-        place = where.text if where is not None else None
-        cut = Cut(code=codes.get(place or "", "GG101"), where=place, source=where.source if where else None)
+        place, line = (where.text, where.source) if where is not None else (None, None)
+        cut = Cut(code=codes.get(place or "", "GG101"), where=place, source=line)
     norm = _norm(math.hypot(*edge.norms)) if edge.norms else None
     return {"from": source, "to": target, "gradient_norm": norm, "cut": cut, "nonfinite": edge.nonfinite}
 
@@ -210,20 +202,14 @@ class Edge:
     norms: list[float] = field(default_factory=list)
 
 
-class _Origin(NamedTuple):
-    """The modules that a value comes from, each `LIVE`, `NEVER` or cut off; the call that made it, if it is in one."""
-
-    modules: dict[int, int]
-    call: int = -1
-
-
 class _Edges:
     def __init__(self, case: Case, indices: dict[int, int], bad_values: frozenset[int]) -> None:
         self.case = case
         self.indices = indices
         self.bad_values = bad_values
         self.edges: dict[tuple[int, int], Edge] = {}
-        self.origins: dict[int, _Origin] = {}
+        # By value: the modules that it comes from, each `LIVE`, `NEVER` or cut off, and the call that made it.
+        self.origins: dict[int, tuple[dict[int, int], int]] = {}
         self._functions = {node_number(node): value for value, node in case.trace.rejoined.items()}
 
     def find(self) -> dict[tuple[int, int], Edge]:
@@ -244,11 +230,10 @@ class _Edges:
         cut = number if op.connected_sources and flow.is_cut(op) else -1
         found = {place: NEVER} if place is not None else dict[int, int]()
         for code in op.inputs:
-            origin = self._origin(code >> 1)
-            if place is not None and origin.modules and origin.call != call:
+            modules, maker = self._origin(code >> 1)
+            if place is not None and modules and maker != call:
                 self.arrive(place, code, connected=bool(code & 1) and cut < 0, cut=cut)
                 continue
-            modules = origin.modules
             if place is not None:  # a parameter, or a result of the same call
                 modules = {place: LIVE if code & 1 else modules.get(place, NEVER)}
             for module, state in modules.items():
@@ -263,12 +248,12 @@ class _Edges:
                 modules = {module: cut if state == LIVE else state for module, state in found.items()}
             elif place is not None:
                 modules = {place: LIVE}
-            self.origins[value] = _Origin(modules, call if place is not None else -1)
+            self.origins[value] = modules, call if place is not None else -1
 
     def arrive(self, place: int, code: int, *, connected: bool, cut: int) -> None:
         """Record that a module reads a value."""
         bad = code >> 1 in self.bad_values
-        for module, state in self._origin(code >> 1).modules.items():
+        for module, state in self._origin(code >> 1)[0].items():
             edge = self.edges.setdefault((module, place), Edge())
             edge.nonfinite |= bad
             if state == LIVE and connected:
@@ -279,30 +264,28 @@ class _Edges:
     def measure(self, path: GradientPath) -> None:
         """Add a gradient that came back to the edges that it came along."""
         norm, trace = path.norm, self.case.trace
-        if norm is None:
-            return
         place = LOSS if path.call == LOSS else self.indices.get(id(trace.calls[path.call].module))
+        if norm is None or place is None:
+            return
         if path.node < 0:
             values = self.case.values_of(path.leaf)
         elif path.node in self._functions:
             values = [self._functions[path.node]]
         else:
-            number = trace.op_number_of_node.get(path.node)
-            values = list(trace.ops[number].outputs) if number is not None else []
-        origins = [self._origin(value).modules for value in values]
-        for module in {module for modules in origins for module, state in modules.items() if state == LIVE}:
-            edge = self.edges.get((module, place)) if place is not None else None
-            if edge is not None:
+            values = list(trace.op(trace.op_number_of_node.get(path.node)).outputs)
+        origins = [self._origin(value)[0].items() for value in values]
+        for module in {module for modules in origins for module, state in modules if state == LIVE}:
+            if (edge := self.edges.get((module, place))) is not None:
                 edge.norms.append(norm)
                 edge.nonfinite |= not math.isfinite(norm)
 
-    def _origin(self, value: int) -> _Origin:
+    def _origin(self, value: int) -> tuple[dict[int, int], int]:
         case = self.case
         if value not in self.origins:
             root, modules = case.trace.roots.get(value), dict[int, int]()
             if root and not case.names.has_tensor(root.number) and not isinstance(root.tensor, torch.nn.Parameter):
                 modules = {INPUT: LIVE if root.requires_grad else NEVER}
-            self.origins[value] = _Origin(modules)
+            self.origins[value] = modules, -1
         return self.origins[value]
 
 
@@ -324,42 +307,37 @@ def _forward_path(case: Case, births: list[BadValue], indices: dict[int, int]) -
     trace, behind = case.trace, case.flow.behind_losses
     born = {birth.op for birth in births if birth.stage == "forward"}
     bad = {birth.value for birth in births if birth.stage == "arrived"}
-    path = dict.fromkeys(INPUT for value in bad if _is_input(case, value))
+    roots = [trace.roots.get(case.flow.bare_value(value)) for value in bad]
+    path = dict.fromkeys(INPUT for root in roots if root is None or not case.names.has_tensor(root.number))
     for number, op in enumerate(trace.ops):
         if number not in born and bad.isdisjoint(op.sources):
             continue
         made = [value for value in op.outputs if value in behind and (value in trace.spoiled or op.operator.view)]
         bad.update(made)
-        place = indices.get(id(_module_of(case, op)))
+        place = _place_of(case, op, indices)
         if made and place is not None and (number in born or trace.calls[op.call].leaf):
             path.setdefault(place)
     return [*path, LOSS], frozenset(bad)
 
 
-def _is_input(case: Case, value: int) -> bool:
-    root = case.trace.roots.get(case.flow.bare_value(value))
-    return root is None or not case.names.has_tensor(root.number)
-
-
-def _module_of(case: Case, op: Op) -> torch.nn.Module | None:
+def _place_of(case: Case, op: Op, indices: dict[int, int]) -> int | None:
     """Return the module that an operation ran for: one that is not drawn does its work for the one that calls it."""
-    return case.trace.calls[op.call].module if op.call >= 0 else None
+    return indices.get(id(case.trace.calls[op.call].module)) if op.call >= 0 else None
 
 
 def _backward_path(case: Case, births: list[BadValue], indices: dict[int, int]) -> list[int]:
     trace = case.trace
-    first = max(births, key=lambda birth: birth.op)
-    born = indices.get(id(_module_of(case, trace.ops[first.op])), LOSS) if first.op >= 0 else LOSS
-    path = {born: None}
+    first = max(birth.op for birth in births)
+    born = _place_of(case, trace.op(first), indices)
+    path = {born if born is not None else LOSS: None}
     sent = {
         id(trace.calls[path.call].module)
         for path in trace.paths
         if path.call >= 0 and not math.isfinite(path.norm or 0)
     }
-    before = trace.ops[: first.op + 1] if first.op >= 0 else trace.ops
+    before = trace.ops[: first + 1] if first >= 0 else trace.ops
     worked = [trace.calls[op.call] for op in reversed(before) if op.call >= 0]
-    workers = {id(call.module): call.module for call in worked if call.leaf and id(call.module) in indices}
-    for number, module in workers.items():
-        if number in sent or any(case.gradient(p).bad for p in _own(module)):
-            path.setdefault(indices[number])
+    for module in {call.module: None for call in worked if call.leaf and id(call.module) in indices}:
+        if id(module) in sent or any(case.gradient(p).bad for p in _own(module)):
+            path.setdefault(indices[id(module)])
     return list(path)

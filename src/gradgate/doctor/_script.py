@@ -33,20 +33,19 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from gradgate._patches import Patches
 from gradgate._source import Owner, definition, is_foreign, locate, owner_of
 from gradgate._text import text_of, visible
-from gradgate._torch_private import as_written, compiled_as_written, watched_modules, write_grad_mode
+from gradgate._torch_private import OPTIMIZER_HOOKS, as_written, compiled_as_written, watched_modules, write_grad_mode
 from gradgate.doctor._case import finding_at
 from gradgate.doctor._diagnose import Tracing
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._tracer import parameters_of
 from gradgate.doctor._watch import all_finite
 from gradgate.doctor.rules import fold
-from gradgate.doctor.rules._modes import BATCHNORMS, find_statistics
+from gradgate.doctor.rules._setup import BATCHNORMS, find_statistics
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 
@@ -202,7 +201,10 @@ class _Run(Tracing):
         self.taken = 0
         self.bad_step: int | None = None
         self.message = ""
-        self._hooks: list[Any] = []
+        self.at_exit: Callable[[ScriptReport], None] | None = None
+        self.process = os.getpid()
+        self._exit = os._exit
+        self._patches = Patches()
         self._validating = self._validated = False
         self._steps_of: Counter[int] = Counter()
         self._started = self._shown = time.monotonic()
@@ -211,24 +213,34 @@ class _Run(Tracing):
         """Run the script to its end; return its exit code and what it raised."""
         raised: BaseException | None = None
         self.__enter__()
-        # After the tracer's own, so that a step that only begins to be traced here is not taken for one that was.
-        self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
-        self._hooks.append(register_optimizer_step_post_hook(self._after_step))
-        backward, torch.autograd.backward = torch.autograd.backward, self._noting_losses(torch.autograd.backward)
         try:
+            # After the tracer's own, so that a step that only begins to be traced here is not taken for one that was.
+            for table, hook in zip(OPTIMIZER_HOOKS, (self._before_step, self._after_step), strict=True):
+                self._patches.put(table, self, hook)
+            self._patches.put(vars(torch.autograd), "backward", self._noting_losses(torch.autograd.backward))
+            self._patches.put(vars(os), "_exit", self._leave)
             if self.first:
                 self.pause()
             exit_code, raised, self.message = run_main(self.program, args, self.main)
         finally:
-            torch.autograd.backward = backward
             self.end(raised)
         return exit_code, raised
 
     def end(self, raised: BaseException | None = None) -> None:
         self._end_validation()
-        for hook in self._hooks:
-            hook.remove()
+        self._patches.undo()
         self.__exit__(type(raised) if raised else None, raised, None)
+
+    def _leave(self, status: int) -> NoReturn:
+        """Pass on the report before `os._exit`, after which nothing runs any more; children of the script just end."""
+        try:
+            if self.at_exit is not None and os.getpid() == self.process:
+                self.end()
+                self.at_exit(self.report(status))
+                sys.stdout.flush()
+                sys.stderr.flush()
+        finally:
+            self._exit(status)
 
     def report(self, exit_code: int, raised: BaseException | None = None) -> ScriptReport:
         """Return what is known now."""
@@ -239,7 +251,7 @@ class _Run(Tracing):
             reason = f"The script ended with exit code {exit_code} before any backward pass."
             reason += f" Its own message: {self.message}" if self.message else ""
             fix = "gradgate doctor train.py --epochs 1     # with the arguments that the script needs"
-            found.append(finding_at(None, "warning GG006: no training step ran", reason=reason, fix=fix))
+            found.append(finding_at(None, "warning GG006: no training step ran", reason, fix))
             diagnosis = replace(diagnosis, findings=fold(found))
         return ScriptReport(replace(diagnosis, exception=raised), exit_code, self.taken, tuple(self.history.losses()))
 
@@ -259,7 +271,10 @@ class _Run(Tracing):
 
         return noting
 
-    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        super().after_update(optimizer)
+        if optimizer is not None and not self.tracer.can_pause():
+            return
         self._steps_of[id(optimizer)] += 1
         traced = self._steps_of.total()
         enough = min(self._steps_of.values()) > 1 or traced >= _MOST_STEPS_TRACED
@@ -269,7 +284,8 @@ class _Run(Tracing):
                 raise _Ended
             # Trace a later validation in which BatchNorm learns.
             layers = {m for root in self.tracer.trace.modules for m in root.modules() if isinstance(m, BATCHNORMS)}
-            self._hooks += [layer.register_forward_pre_hook(self._before_statistics) for layer in layers]
+            for layer in layers:
+                self._patches.later(layer.register_forward_pre_hook(self._before_statistics).remove)
             if self.on_traced is not None:
                 self.on_traced(self.diagnosis)
 
@@ -364,13 +380,12 @@ def examine_script(
     surroundings = os.getcwd(), dict(os.environ)
     alone = from_step is not None
     run = _Run(program, from_step or 0, whole, steps)
-    run.on_traced, run.progress = on_traced, progress
-    process = os.getpid()
-    with _reporting_exit(run, at_exit), _ending(timeout):
+    run.at_exit, run.on_traced, run.progress = at_exit, on_traced, progress
+    with _ending(timeout):
         exit_code, raised = run.run(args)
     if raised is not None and not alone:
         show_error(raised)
-    if os.getpid() != process:  # The script forked, and this is its child, which has come to its end.
+    if os.getpid() != run.process:  # The script forked, and this is its child, which has come to its end.
         sys.exit(exit_code)
     report = run.report(exit_code, raised)
     step = run.bad_step if run.bad_step is not None else run.taken if raised is not None else None
@@ -381,29 +396,6 @@ def examine_script(
     drawn = again if again.graph is not None else report.diagnosis
     findings = fold((*report.diagnosis.findings, *again.findings))
     return replace(report, diagnosis=replace(drawn, findings=findings, exception=raised))
-
-
-@contextmanager
-def _reporting_exit(run: _Run, at_exit: Callable[[ScriptReport], None] | None) -> Iterator[None]:
-    """Pass on the report before `os._exit`, after which nothing runs any more; children of the script just end."""
-    leave, process = os._exit, os.getpid()
-
-    def report_and_leave(status: int) -> NoReturn:
-        try:
-            if at_exit is not None and os.getpid() == process:
-                os._exit = leave
-                run.end()
-                at_exit(run.report(status))
-                sys.stdout.flush()
-                sys.stderr.flush()
-        finally:
-            leave(status)
-
-    os._exit = report_and_leave
-    try:
-        yield
-    finally:
-        os._exit = leave
 
 
 @contextmanager
@@ -488,7 +480,7 @@ def _again(
 
 def _not_repeated(title: str, why: str) -> Finding:
     fix = "torch.manual_seed(0); random.seed(0); np.random.seed(0)     # at the start of the script, or: --trace"
-    return finding_at(None, f"error GG005: {title}", reason=why, fix=fix)
+    return finding_at(None, f"error GG005: {title}", why, fix)
 
 
 # --- where a script switches recording off ----------------------------------------------------------------------------

@@ -159,6 +159,10 @@ class Op(NamedTuple):
         return [code >> 1 for code in self.inputs if code & 1]
 
 
+NO_OP = Op(Operator("", (), False, False, False, False), None, None, -1, True, -1, (), (), ())
+"""What made a value that comes from outside the trace."""
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a module. `location` is known for an outermost call only."""
@@ -308,6 +312,10 @@ class Backward:
     leaves: dict[int, int] = field(default_factory=dict)  # by node: the `id` of the leaf that it adds to
     zeros: set[tuple[int, int]] = field(default_factory=set)  # the edges on which a gradient became zero
 
+    @property
+    def is_bad(self) -> bool:
+        return self.loss is not None and not math.isfinite(self.loss)
+
     def leaves_with_gradient(self) -> set[int]:
         """Return the `id` of every leaf that a gradient reached which did not become zero on its path."""
 
@@ -371,6 +379,9 @@ class Trace:
     @property
     def runs_backward(self) -> bool:
         return bool(self.backwards) and self.backwards[-1].running
+
+    def op(self, number: int | None) -> Op:
+        return self.ops[number] if number is not None and number >= 0 else NO_OP
 
 
 # --- numbers for values -----------------------------------------------------------------------------------------------
@@ -463,9 +474,6 @@ def reachable(start: Iterable[int], following: Callable[[int], Iterable[int]]) -
     return frozenset(seen)
 
 
-_OUTSIDE = Op(Operator("", (), False, False, False, False), None, None, -1, True, -1, (), (), ())  # no operation
-
-
 class Flow:
     """The graph of values of a trace. It follows the data, also where autograd does not."""
 
@@ -491,8 +499,7 @@ class Flow:
         self.connected.difference_update(value for value in trace.roots if value in self.maker)
 
     def made_by(self, value: int) -> Op:
-        number = self.maker.get(value)
-        return self.trace.ops[number] if number is not None else _OUTSIDE
+        return self.trace.op(self.maker.get(value))
 
     @cached_property
     def losses(self) -> frozenset[int]:

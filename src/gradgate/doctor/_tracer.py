@@ -241,7 +241,9 @@ Listener = Callable[[torch.optim.Optimizer | None], None]
 class Tracer:
     """Traces what happens in this thread between `resume` and `pause`."""
 
-    def __init__(self) -> None:
+    def __init__(self, before_step: Listener, after_step: Listener) -> None:
+        self.before_step = before_step
+        self.after_step = after_step
         self.saves = True
         self.trace = Trace()
         self.previous = Trace()
@@ -258,11 +260,9 @@ class Tracer:
         self.unfrozen: set[int] = set()
         self.active = False
         self.drawn: frozenset[int] | None = None
-        self.before_step: list[Listener] = []
-        self.after_step: list[Listener] = []
         self.operations = _Operations(self)
         self.patches = Patches()
-        self._running: list[tuple[torch.nn.Module | None, int]] = [(None, -1)]  # modules, each with its call
+        self.running: list[tuple[torch.nn.Module | None, int]] = [(None, -1)]  # modules, each with its call
         self._calls = _Calls(self)
         self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Location | None]] = {}
         self._late_backward: Backward | None = None
@@ -304,7 +304,7 @@ class Tracer:
         self._dormant = self._step_frame is None and not self.can_pause()
         self._leave_modes()
         self._step_frame = None
-        del self._running[1:]
+        del self.running[1:]
         pop_saved_tensors_hooks(self.saving.pack)
 
     def _enter_modes(self) -> None:
@@ -331,8 +331,8 @@ class Tracer:
         self.nonfinite.marks.clear()
         self.off_switch = -1
         self.off_switches.clear()
-        modules = [module for module, _ in self._running if module is not None]
-        del self._running[1:]
+        modules = [module for module, _ in self.running if module is not None]
+        del self.running[1:]
         for module in modules:
             self.begin_module(module)
 
@@ -387,14 +387,14 @@ class Tracer:
         if not kept and operator.keeps_arguments:
             kept = tuple(a for a in arguments if not isinstance(a, (_Tensor, list, tuple)))
         switch = self.off_switch if not records else -1
-        op = Op(operator, location, *self._running[-1], records, switch, tuple(codes), tuple(outputs), kept)
+        op = Op(operator, location, *self.running[-1], records, switch, tuple(codes), tuple(outputs), kept)
         trace.ops.append(op)
         if not operator.view and not operator.silent:
             self.nonfinite.check(op, arguments, inputs, results, bad_before)
         if written and node is None and self._updates_by_hand(written):
             trace.updated_by_hand = location
-            for listener in (*self.before_step, *self.after_step):
-                listener(None)
+            self.before_step(None)
+            self.after_step(None)
         return result
 
     def _updates_by_hand(self, written: Iterable[torch.Tensor]) -> bool:
@@ -426,12 +426,6 @@ class Tracer:
         self.trace.scaled |= operator.name == "_amp_foreach_non_finite_check_and_unscale_"
         return [self.values.write(target) for target in written]
 
-    def note_detached(self, tensor: torch.Tensor, code: int) -> None:
-        """Record that a tensor lost its history in place, which leaves no operation behind."""
-        value = self.values.write(tensor)
-        self.values.unconnected.add(value)
-        self.trace.ops.append(Op(_DETACH, self.here(), *self._running[-1], True, -1, (code,), (value,), ("detach",)))
-
     def note_escape(self, args: tuple[Any, ...]) -> None:
         """Record that a value leaves torch for Python or NumPy."""
         for tensor in tensors_in(args[0]) if args else ():
@@ -457,7 +451,7 @@ class Tracer:
             return
         self._after_a_failed_step()
         trace = self.trace
-        if len(self._running) == 1:
+        if len(self.running) == 1:
             if not any(module is other for other in trace.modules):
                 trace.modules.append(module)
             if trace.batch_size is None:
@@ -466,18 +460,18 @@ class Tracer:
 
     def begin_module(self, module: torch.nn.Module) -> None:
         """Record that a module begins to run; a checkpoint that computes once more in backward makes no new call."""
-        calls, number = self.trace.calls, self._running[-1][1]
+        calls, number = self.trace.calls, self.running[-1][1]
         if not self.trace.runs_backward and (self.drawn is None or id(module) in self.drawn):
-            location = locate(sys._getframe(2), Owner.USER) if len(self._running) == 1 else None
+            location = locate(sys._getframe(2), Owner.USER) if len(self.running) == 1 else None
             if number >= 0:
                 calls[number].leaf = False
             calls.append(Call(module, number, module.training, location))
             number = len(calls) - 1
-        self._running.append((module, number))
+        self.running.append((module, number))
 
     def _module_ends(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if self.active and len(self._running) > 1:
-            self._running.pop()
+        if self.active and len(self.running) > 1:
+            self.running.pop()
 
     def _after_a_failed_step(self) -> None:
         """Trace again if an optimizer raised in its step and the user went on."""
@@ -499,8 +493,7 @@ class Tracer:
         again, old = (False, False) if closure else self.reuse.use(optimizer)
         passes = len(self.trace.backwards)
         self.trace.optimizer_steps.append(OptimizerStep(optimizer, location, passes, idle, again, old, self.cleared))
-        for listener in self.before_step:
-            listener(optimizer)
+        self.before_step(optimizer)
         self._stepping = True
         # A closure runs the user's own code inside the step; without one there is nothing to see but the writes.
         if closure or not self.can_pause():
@@ -517,8 +510,7 @@ class Tracer:
             self._step_frame = None
             self._enter_modes()
         if self.active and self._step_frame is None:
-            for listener in self.after_step:
-                listener(optimizer)
+            self.after_step(optimizer)
 
 
 class _Operations(DispatchMode):
@@ -576,9 +568,13 @@ def _set_gradient(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _detach_in_place(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    code = tracer.values.read(args[0])[-1]
+    values = tracer.values
+    code = values.read(args[0])[-1]
     result = func(*args, **kwargs)
-    tracer.note_detached(args[0], code)
+    value = values.write(args[0])
+    values.unconnected.add(value)
+    op = Op(_DETACH, tracer.here(), *tracer.running[-1], True, -1, (code,), (value,), ("detach",))
+    tracer.trace.ops.append(op)
     return result
 
 
@@ -733,50 +729,33 @@ class _NodeHook:
                     self.paths[_START].add(tensor)
 
     def after(self, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
-        carrier = self.name.startswith(_CARRIERS)
+        carrier, came = self.name.startswith(_CARRIERS), [x for x in incoming if x is not None]
         with undispatched():
             for position, tensor in enumerate(outgoing):
-                if tensor is None:
-                    continue
-                if position in self.paths:
+                if tensor is not None and position in self.paths:
                     self.paths[position].add(tensor)
-                if carrier or not numerics.is_readable(tensor):
-                    continue
-                amount = numerics.total(tensor)
-                if amount - amount != 0:
-                    self._check_nonfinite(tensor, incoming)
-                elif amount == 0:
-                    self._check_zero(tensor, incoming, position)
+                if tensor is not None and not carrier and numerics.is_readable(tensor):
+                    self._check(position, tensor, came)
 
-    def _check_nonfinite(self, tensor: torch.Tensor, incoming: tuple[Any, ...]) -> None:
-        if any(x is not None and numerics.is_suspicious(x) for x in incoming):
-            return
-        kind = numerics.bad_kind(tensor)
-        if kind is None:
-            return
-        trace = self.tracer.trace
-        saved = saved_tensors_of(current_node()).values()
-        marks = [self.tracer.nonfinite.marks.get(storage_of(x)) for x in saved]
-        bad = BadValue(
-            kind,
-            "backward",
-            op=trace.op_number_of_node.get(self.number, -1),
-            value=-1,
-            rows=numerics.bad_rows(tensor),
-            shape=tuple(tensor.shape),
-            detail=numerics.inputs_at(tensor, saved),
-            node_name=self.name,
-            from_value=next((mark.value for mark in marks if mark is not None), -1),
-            backward=len(trace.backwards) - 1,
-        )
-        trace.bad.append(bad)
-
-    def _check_zero(self, tensor: torch.Tensor, incoming: tuple[Any, ...], position: int) -> None:
-        came = [x for x in incoming if x is not None and numerics.is_readable(x)]
-        if numerics.is_all_zero(tensor) and not all(map(numerics.is_all_zero, came)):
-            trace = self.tracer.trace
-            self.backward.zeros.add((self.index, position))
-            trace.zeros.append(ZeroGradient(trace.op_number_of_node.get(self.number, -1), self.name))
+    def _check(self, position: int, tensor: torch.Tensor, came: list[torch.Tensor]) -> None:
+        """Record a gradient that is zero or not finite, if what came in was neither."""
+        trace, amount = self.tracer.trace, numerics.total(tensor)
+        op = trace.op_number_of_node.get(self.number, -1)
+        if amount == 0 and numerics.is_all_zero(tensor):
+            if not all(numerics.is_all_zero(x) for x in came if numerics.is_readable(x)):
+                self.backward.zeros.add((self.index, position))
+                trace.zeros.append(ZeroGradient(op, self.name))
+        elif amount - amount != 0 and not any(map(numerics.is_suspicious, came)):
+            kind = numerics.bad_kind(tensor)
+            if kind is None:
+                return
+            saved = saved_tensors_of(current_node()).values()
+            marks = [self.tracer.nonfinite.marks.get(storage_of(x)) for x in saved]
+            bad = BadValue(kind, "backward", op, -1, numerics.bad_rows(tensor), tuple(tensor.shape))
+            bad.detail, bad.node_name = numerics.inputs_at(tensor, saved), self.name
+            bad.from_value = next((mark.value for mark in marks if mark is not None), -1)
+            bad.backward = len(trace.backwards) - 1
+            trace.bad.append(bad)
 
 
 # --- gradients between modules ----------------------------------------------------------------------------------------

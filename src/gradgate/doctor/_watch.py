@@ -9,7 +9,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import median
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -34,6 +33,9 @@ Result = TypeVar("Result")
 # --- the state that a step starts from --------------------------------------------------------------------------------
 
 
+_Copies = tuple[list[torch.Tensor], BufferCopies]
+
+
 class StepSnapshot:
     """The state of a model and its surroundings before a step."""
 
@@ -42,19 +44,14 @@ class StepSnapshot:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._buffers: list[torch.Tensor] = []
-        self._buffer_copies = BufferCopies([])
-        self._weights: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], BufferCopies]] = {}
+        self._buffers: _Copies = [], BufferCopies([])
+        self._weights: dict[torch.optim.Optimizer, _Copies] = {}
         self._written: list[torch.optim.Optimizer] = []
         self._random = RandomState(parameter.device for parameter in model.parameters())
-        self._states: dict[torch.optim.Optimizer, dict[str, Any]] = {}
+        self.states: dict[torch.optim.Optimizer, dict[str, Any]] = {}  # of those that a replayed step uses
 
     def take(self) -> None:
-        buffers = list(self._model.buffers())
-        if not _same(buffers, self._buffers):
-            self._buffers, self._buffer_copies = buffers, BufferCopies(buffers)
-        with torch.no_grad():
-            self._buffer_copies.take()
+        self._buffers = _copied(list(self._model.buffers()), self._buffers)
         self._random.remember()
         self._written = []
 
@@ -62,17 +59,8 @@ class StepSnapshot:
         """Copy the weights that an optimizer is about to write to for the first time in this step."""
         if optimizer in self._written:
             return
-        parameters = parameters_of(optimizer)
-        if optimizer not in self._weights or not _same(parameters, self._weights[optimizer][0]):
-            self._weights[optimizer] = parameters, BufferCopies(parameters)
-        with torch.no_grad():
-            self._weights[optimizer][1].take()
+        self._weights[optimizer] = _copied(parameters_of(optimizer), self._weights.get(optimizer))
         self._written.append(optimizer)
-
-    def before_replayed_write(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the state of an optimizer that a replayed step is about to use."""
-        if optimizer not in self._states:
-            self._states[optimizer] = copy.deepcopy(optimizer.state_dict())
 
     def rewound(self, function: Callable[[], Result]) -> Result:
         """Run a function from the state before the step, and return to the present state after it."""
@@ -93,7 +81,7 @@ class StepSnapshot:
                 parameter.grad = gradient
             for module, mode in training:
                 module.training = mode
-            for optimizer, state in self._states.items():
+            for optimizer, state in self.states.items():
                 optimizer.load_state_dict(state)
             random.restore()
             modes.restore()
@@ -101,7 +89,7 @@ class StepSnapshot:
         try:
             for optimizer in reversed(self._written):
                 self._weights[optimizer][1].put_back()
-            self._buffer_copies.put_back()
+            self._buffers[1].put_back()
             for parameter in parameters:
                 parameter.grad = None
             self._random.restore()
@@ -109,11 +97,16 @@ class StepSnapshot:
             return function()
         finally:
             to_the_end(come_back)
-            self._states.clear()
+            self.states.clear()
 
 
-def _same(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return [id(tensor) for tensor in tensors] == [id(other) for other in others]
+def _copied(tensors: list[torch.Tensor], before: _Copies | None) -> _Copies:
+    """Copy tensors to where they were copied before, if they are the same ones."""
+    if before is None or list(map(id, tensors)) != list(map(id, before[0])):
+        before = tensors, BufferCopies(tensors)
+    with torch.no_grad():
+        before[1].take()
+    return before
 
 
 _check = FiniteCheck()
@@ -168,7 +161,7 @@ class GradientLog:
             reason = f"The median of the last {len(self._norms)} steps is {middle:.3g}, the spread {spread:.3g}."
             fix = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     # or look at the batch of this step"
             module = name.rpartition(".")[0] or None
-            yield finding_at(None, f"warning GG308: {left}", reason=reason, fix=fix, module=module)
+            yield finding_at(None, f"warning GG308: {left}", reason, fix, module=module)
 
     def _running_away(self, norm: float, lr: float | None) -> Iterator[Finding]:
         self._series = [*self._series[-2 * WINDOW :], (self.updates, norm)]
@@ -182,7 +175,7 @@ class GradientLog:
             rate = f" with a learning rate of {lr:g}" if lr is not None else ""
             headline = f"error GG907: the training runs away since update {found.update}: {change}{rate}"
             reason = "Each update goes too far, so that the next gradient is larger."
-            yield finding_at(None, headline, reason=reason, fix=smaller_rate(lr) if lr else "")
+            yield finding_at(None, headline, reason, smaller_rate(lr) if lr else "")
 
     def _not_moved(self, held: list[torch.Tensor], names: dict[int, str]) -> Iterator[Finding]:
         with undispatched(), torch.no_grad():
@@ -194,7 +187,7 @@ class GradientLog:
             headline = f"warning GG309: {listed(still, 4)} {have} not moved for {_STILL} steps"
             reason = "The optimizer holds it, and its values are the same to the last bit."
             fix = "gg.diagnose(step_fn, model=model)     # names the line that takes the gradient away"
-            yield finding_at(None, headline, reason=reason, fix=fix)
+            yield finding_at(None, headline, reason, fix)
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------
@@ -240,13 +233,10 @@ class Watch:
         return f"Watch({type(self._model).__name__}, bad_steps={self.bad_steps})"
 
     def __enter__(self) -> Watch:
-        hooks = step_hooks(self._optimizer)
-        self._patches.put(hooks, self, self._before_step)
+        self._patches.put(step_hooks(self._optimizer), self, self._before_step)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         to_the_end(self._patches.undo)
 
     def step(self, step_fn: Callable[[], Result]) -> Result:
@@ -304,8 +294,8 @@ class Watch:
             if not self._replaying:
                 rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
                 self.findings += tuple(self._log.observe(held, self._names, max(rates, default=None)))
-        if self._replaying:
-            self._snapshot.before_replayed_write(optimizer)
+        if self._replaying and optimizer not in self._snapshot.states:
+            self._snapshot.states[optimizer] = copy.deepcopy(optimizer.state_dict())
         if closure is None:
             return None
 

@@ -5,52 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from gradgate._source import locate_traceback
-from gradgate._text import text_of
-from gradgate.doctor._case import SEVERITIES, Case, finding_at
-from gradgate.doctor.rules import _gradients, _inplace, _modes, _nonfinite, _optimizer
+from gradgate.doctor._case import SEVERITIES, Case
+from gradgate.doctor.rules import _errors, _gradients, _nonfinite, _setup
 from gradgate.records import Finding
-
-# --- a step that raised, or never called backward ---------------------------------------------------------------------
-
-
-def find_backward_missing(case: Case) -> Iterator[Finding]:
-    """Find a step that never called backward."""
-    if not case.one_step or case.exception is not None or case.trace.functional:
-        return
-    if not case.trace.backwards and case.trace.ops:
-        yield finding_at(
-            None,
-            "error GG003: backward() was not called in this step",
-            reason="Without backward() no parameter gets a gradient. The step also returned no loss to call it on.",
-            fix="loss.backward()     # or: return loss from the step",
-        )
-
-
-def find_raised(case: Case) -> Iterator[Finding]:
-    """Say in one line what the step raised, if no other rule explains it."""
-    error = case.exception
-    if error is None:
-        return
-    where = locate_traceback(error.__traceback__)
-    if "grad can be implicitly created only for scalar outputs" in text_of(error):
-        yield finding_at(
-            where,
-            "error GG004: backward() needs one number, and this is a tensor of several",
-            reason="Only a single number has a gradient that is not ambiguous.",
-            fix="loss.mean().backward()",
-        )
-        return
-    module = case.trace.ops[-1].module if case.trace.ops else None
-    text = text_of(error).strip().splitlines()
-    yield finding_at(
-        where,
-        f"error GG002: the step raised {type(error).__name__}{': ' + text[0] if text else ''}",
-        reason="This line of your code was running.",
-        fix="",
-        module=case.names.of_module(module),
-    )
-
 
 # --- all rules --------------------------------------------------------------------------------------------------------
 
@@ -58,26 +15,26 @@ Rule = Callable[[Case], Iterator[Finding]]
 
 # Each explains what a step may raise; if none does, `find_raised` says at least where it was.
 _ON_ERRORS: tuple[Rule, ...] = (
-    _inplace.find_overwrites,
-    _inplace.find_leaf_edits,
+    _errors.find_overwrites,
+    _errors.find_leaf_edits,
     _gradients.find_loss_without_graph,
     _gradients.find_unused_in_grad,
-    _inplace.find_second_backward,
-    _modes.find_inference_tensors,
+    _errors.find_second_backward,
+    _errors.find_inference_tensors,
 )
 _ALWAYS: tuple[Rule, ...] = (
-    find_backward_missing,
+    _errors.find_backward_missing,
     _gradients.find_cuts,
     _nonfinite.find_nonfinite,
     _gradients.find_zeros,
     _gradients.find_sizes,
     _nonfinite.find_traps,
-    _modes.find_recording_off,
-    _modes.find_written_modes,
-    _modes.find_eval_left_on,
-    _modes.find_statistics,
-    _optimizer.find_unregistered,
-    _optimizer.find_optimizer_faults,
+    _setup.find_recording_off,
+    _setup.find_written_modes,
+    _setup.find_eval_left_on,
+    _setup.find_statistics,
+    _setup.find_unregistered,
+    _setup.find_optimizer_faults,
 )
 
 
@@ -85,7 +42,7 @@ def apply_rules(case: Case) -> tuple[Finding, ...]:
     """Return what all rules find in a step, in the order of time; `fold` brings the worst to the front."""
     findings = [finding for rule in _ON_ERRORS for finding in rule(case)]
     if case.exception is not None and not any(finding.severity == "error" for finding in findings):
-        findings += find_raised(case)
+        findings += _errors.find_raised(case)
     findings += [finding for rule in _ALWAYS for finding in rule(case)]
     harmful = {place for f in findings if f.code == "GG502" for place in (f.where, *f.also)}
     return tuple(dict.fromkeys(f for f in findings if not (f.code == "GG501" and harmful & {f.where, *f.also})))

@@ -133,16 +133,11 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
     used = [name for name in frozen if _is_read_after_cuts(case, case.parameters[name])]
     switched = _switched_off(case, used)
     if switched or (frozen and not learners):
-        names = used or frozen
-        yield finding_at(
-            switched[0].location if switched else backward,
-            headline,
-            reason=f"{listed(names, 4)} {_are(names)} frozen: requires_grad is False"
-            + (", switched off at this line and not on again." if switched else "."),
-            fix="model.requires_grad_(True)     # before the step that trains it",
-            module=module_of_names(names),
-            also=[backward],
-        )
+        names, where = used or frozen, switched[0].location if switched else backward
+        reason = f"{listed(names, 4)} {_are(names)} frozen: requires_grad is False"
+        reason += ", switched off at this line and not on again." if switched else "."
+        fix = "model.requires_grad_(True)     # before the step that trains it"
+        yield finding_at(where, headline, reason, fix, module=module_of_names(names), also=[backward])
     elif cuts := [cause for cause in _explain(case, learners) if cause.code == "GG101"]:
         reason = f"Every path from the parameters to the loss is cut. Here: {cuts[0].reason}"
         also = tuple(filter(None, (backward.text if backward else None, *(cut.where for cut in cuts[1:]))))
@@ -150,7 +145,7 @@ def find_loss_without_graph(case: Case) -> Iterator[Finding]:
     else:
         reason = "No tensor that requires grad takes part in the loss."
         fix = "loss = loss_fn(model(x), y)     # computed from the model's output"
-        yield finding_at(backward, headline, reason=reason, fix=fix)
+        yield finding_at(backward, headline, reason, fix)
 
 
 def _switched_off(case: Case, names: list[str]) -> list[Freeze]:
@@ -191,14 +186,10 @@ def _frozen(case: Case) -> Iterator[Finding]:
     again = any(switch.again or case.one_step for switch in switched)
     severity = "error" if everything else "warning" if again else "info"
     who = "all parameters are" if everything else f"{listed(frozen, 4)} {_are(frozen)}"
-    yield finding_at(
-        switched[0].location if switched else None,
-        f"{severity} GG104: {who} frozen",
-        reason="requires_grad is False, so no gradient is computed for it."
-        + (" This line switched it off, and no line switched it on again before the step." if switched else ""),
-        fix="parameter.requires_grad_(True)     # if it ought to learn",
-        module=module_of_names(frozen),
-    )
+    reason = "requires_grad is False, so no gradient is computed for it."
+    reason += " This line switched it off, and no line switched it on again before the step." if switched else ""
+    where, fix = switched[0].location if switched else None, "parameter.requires_grad_(True)     # if it ought to learn"
+    yield finding_at(where, f"{severity} GG104: {who} frozen", reason, fix, module=module_of_names(frozen))
 
 
 def _explain(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Finding]:
@@ -209,7 +200,9 @@ def _explain(case: Case, lost: dict[str, torch.Tensor]) -> Iterator[Finding]:
         values = case.values_of(parameter)
         cuts = [cut_of(case, case.trace.ops[number]) for number in case.flow.cuts_of(values)]
         if not case.flow.is_used(values):
-            unused.append(Unused(name, parameter, case.call_of(parameter), _is_routed(case, name)))
+            calls = case.calls_with(parameter)
+            location = calls[0].location if calls else None
+            unused.append(Unused(name, parameter, location, _is_routed(case, name)))
         elif cuts:
             # A mask or an index computed from a value says less than the line that cuts off the value itself.
             decisive = [cut for cut in cuts if cut.kind not in ("comparison", "argmax", "integer", "operator")]
@@ -244,22 +237,26 @@ def unused_findings(unused: list[Unused]) -> Iterator[Finding]:
         if routed:
             reason, fix = "Others of the same list are used: the samples of this step were routed to them.", ""
         headline = f"{'info' if routed else 'warning'} GG102: {listed(names, 4)} {_are(names)} not used in this step"
-        yield finding_at(group[0].location, headline, reason=reason, fix=fix, module=module_of_names(names))
+        yield finding_at(group[0].location, headline, reason, fix, module=module_of_names(names))
 
 
 def _is_routed(case: Case, name: str) -> bool:
     """Return whether a sibling in the same list learned, and the step chose something by learned scores."""
-    parts, own = name.split("."), case.parameters[name]
-    for position, part in enumerate(parts):
-        if not part.isdigit() or isinstance(own, UninitializedParameter):
-            continue
-        for other, parameter in case.parameters.items():
-            there = other.split(".")
-            sibling = len(there) == len(parts) and there[position].isdigit() and there[position] != part
-            same = sibling and parts[:position] + parts[position + 1 :] == there[:position] + there[position + 1 :]
-            if same and case.gradient(parameter).present and parameter.numel() == own.numel():
-                return any(op.name in _ROUTING and op.connected_sources for op in case.trace.ops)
+    own = case.parameters[name]
+    if isinstance(own, UninitializedParameter):
+        return False
+    for other, parameter in case.parameters.items():
+        siblings = [x.isdigit() and y.isdigit() for _, x, y in _differing(name, other)] == [True]
+        if siblings and case.gradient(parameter).present and parameter.numel() == own.numel():
+            return any(op.name in _ROUTING and op.connected_sources for op in case.trace.ops)
     return False
+
+
+def _differing(name: str, other: str) -> list[tuple[int, str, str]]:
+    """Return the parts in which two paths of the same length differ."""
+    parts, others = name.split("."), other.split(".")
+    both = zip(range(len(parts)), parts, others, strict=False)
+    return [(n, x, y) for n, x, y in both if x != y] if len(parts) == len(others) else []
 
 
 def _targets(case: Case, names: list[str]) -> list[str]:
@@ -280,10 +277,9 @@ def _targets(case: Case, names: list[str]) -> list[str]:
 
 def _twin_prefix(case: Case, name: str, other: str) -> str | None:
     """Return the path of the module that a parameter belongs to, if another parameter is its counterpart elsewhere."""
-    one, two = case.parameters[name], case.parameters[other]
-    parts, others = name.split("."), other.split(".")
-    differing = [i for i, (x, y) in enumerate(zip(parts, others, strict=False)) if x != y]
-    alike = len(parts) == len(others) and len(differing) == 1 and differing[0] < len(parts) - 1
+    one, two, parts = case.parameters[name], case.parameters[other], name.split(".")
+    differing = _differing(name, other)
+    alike = len(differing) == 1 and differing[0][0] < len(parts) - 1
     if not (alike and case.gradient(two).present and one.shape == two.shape):
         return None
     with undispatched(), torch.no_grad():
@@ -293,7 +289,7 @@ def _twin_prefix(case: Case, name: str, other: str) -> str | None:
     readers = [case.trace.ops[number] for number in case.flow.readers_of(case.values_of(two))]
     if any(not results.isdisjoint(reader.sources) for reader in readers):
         return None
-    return ".".join(parts[: differing[0] + 1])
+    return ".".join(parts[: differing[0][0] + 1])
 
 
 def _cut_findings(case: Case, cut_off: list[tuple[CutPoint, str]]) -> Iterator[Finding]:
@@ -311,16 +307,11 @@ def _cut_findings(case: Case, cut_off: list[tuple[CutPoint, str]]) -> Iterator[F
         teacher = cut.kind in ("no_grad", "inference_mode") and not case.known_model and learned
         for names in filter(None, ([name for name in found if name not in targets], targets)):
             on_purpose = teacher or names is targets
-            severity = "info" if on_purpose else _severity(case)
-            yield finding_at(
-                cut.where,
-                f"{severity} GG101: {listed(names, 4)} {_form(names, 'gets', 'get')} no gradient: cut at `{line}`",
-                reason=f"The loss is computed from {_form(names, 'it', 'them')}, but {why}"
-                + (" That is correct for a target network, the copy of one that learns." if on_purpose else ""),
-                fix="" if on_purpose else fix,
-                module=module_of_names(names),
-                also=[cut.inside for cut, _ in group],
-            )
+            headline = f"{'info' if on_purpose else _severity(case)} GG101: {_who(names)}: cut at `{line}`"
+            reason = f"The loss is computed from {_form(names, 'it', 'them')}, but {why}"
+            reason += " That is correct for a target network, the copy of one that learns." if on_purpose else ""
+            also, module = [cut.inside for cut, _ in group], module_of_names(names)
+            yield finding_at(cut.where, headline, reason, "" if on_purpose else fix, module=module, also=also)
 
 
 def _severity(case: Case) -> Severity:
@@ -333,6 +324,10 @@ def _form(names: list[str], one: str, several: str) -> str:
 
 def _are(names: list[str]) -> str:
     return _form(names, "is", "are")
+
+
+def _who(names: list[str]) -> str:
+    return f"{listed(names, 4)} {_form(names, 'gets', 'get')} no gradient"
 
 
 def cut_of(case: Case, op: Op) -> CutPoint:
@@ -385,44 +380,35 @@ def _refused(case: Case, names: list[str]) -> Finding:
     """Explain parameters that are connected to the loss and get no gradient all the same."""
     functions = {function for backward in case.trace.backwards for function in backward.functions}
     own = sorted((f for f in functions if not f.__module__.startswith("torch.")), key=lambda f: f.__qualname__)
-    who = f"{listed(names, 4)} {_form(names, 'gets', 'get')} no gradient"
     if own:
-        return finding_at(
-            definition(own[0].backward.__code__),
-            f"{_severity(case)} GG105: {who}: {own[0].__name__}.backward() returns None",
-            reason="An autograd Function that returns None for an input stops the gradient there.",
-            fix="return a gradient for each tensor that forward() takes, in the same order",
-            module=module_of_names(names),
-        )
-    return finding_at(
-        None,
-        f"warning GG103: {who}, though connected to the loss",
-        reason="The loss does not depend on it by any path that has a derivative, or a hook took the gradient away.",
-        fix="look at the hooks on it and on what it is used in",
-        module=module_of_names(names),
-    )
+        where = definition(own[0].backward.__code__)
+        headline = f"{_severity(case)} GG105: {_who(names)}: {own[0].__name__}.backward() returns None"
+        reason = "An autograd Function that returns None for an input stops the gradient there."
+        fix = "return a gradient for each tensor that forward() takes, in the same order"
+        return finding_at(where, headline, reason, fix, module=module_of_names(names))
+    headline = f"warning GG103: {_who(names)}, though connected to the loss"
+    reason = "The loss does not depend on it by any path that has a derivative, or a hook took the gradient away."
+    fix = "look at the hooks on it and on what it is used in"
+    return finding_at(None, headline, reason, fix, module=module_of_names(names))
 
 
 def _aside(case: Case, names: list[str]) -> Finding:
     results = case.flow.results(v for name in names for v in case.values_of(case.parameters[name]))
     last = max(results, key=lambda value: case.flow.maker.get(value, -1), default=-1)
-    return finding_at(
-        case.flow.made_by(last).location,
-        f"warning GG103: {listed(names, 4)} {_are(names)} used, but the loss does not depend on "
-        f"{_form(names, 'it', 'them')}",
-        reason="What is computed from it ends here; it never enters the loss, so it gets no gradient.",
-        fix="loss = loss + weight * auxiliary_loss     # or leave the computation out",
-        module=module_of_names(names),
-    )
+    where = case.flow.made_by(last).location
+    who = f"{listed(names, 4)} {_are(names)} used, but the loss does not depend on {_form(names, 'it', 'them')}"
+    reason = "What is computed from it ends here; it never enters the loss, so it gets no gradient."
+    fix = "loss = loss + weight * auxiliary_loss     # or leave the computation out"
+    return finding_at(where, f"warning GG103: {who}", reason, fix, module=module_of_names(names))
 
 
 # --- gradients that are zero, vanish or explode -----------------------------------------------------------------------
 
 
 class Flat(NamedTuple):
-    """One way to lose a gradient: the beginnings of the names of its nodes, and what to say about it."""
+    """One way to lose a gradient."""
 
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # the beginnings of their names
     kind: str
     why: str
     fix: str
@@ -476,11 +462,8 @@ def find_zeros(case: Case) -> Iterator[Finding]:
     """Explain every parameter whose gradient is all zero."""
     if case.exception is not None or case.trace.overwrites:
         return
-    idle = {
-        name: p
-        for name, p in case.parameters.items()
-        if case.gradient(p).present and case.gradient(p).zero and p.requires_grad and p.numel()
-    }
+    learners = {name: p for name, p in case.parameters.items() if p.requires_grad and case.gradient(p).present}
+    idle = {name: p for name, p in learners.items() if case.gradient(p).zero and p.numel()}
     blamed: defaultdict[ZeroGradient, list[str]] = defaultdict(list)
     zeros = [zero for zero in case.trace.zeros if zero.op >= 0]
     causes: dict[ZeroGradient, ZeroGradient | None] = {}
@@ -496,7 +479,12 @@ def find_zeros(case: Case) -> Iterator[Finding]:
         if birth is not None:
             blamed[birth].append(name)
     for birth, names in blamed.items():
-        yield _zero_finding(case, birth, names)
+        op = case.trace.ops[birth.op]
+        flat = next((flat for flat in _FLAT if birth.node_name.startswith(flat.nodes)), _UNKNOWN)
+        headline = f"{flat.kind}: the gradient of {listed(names, 4)} is zero: lost at `{op.shown}`"
+        reason = f"In the backward of this line ({birth.node_name}) the gradient becomes zero: {flat.why}"
+        module = case.module(op) or module_of_names(names)
+        yield finding_at(op.location, headline, reason, flat.fix, module=module)
 
 
 def _culprit(
@@ -504,14 +492,12 @@ def _culprit(
 ) -> ZeroGradient | None:
     """Choose the cause: what flattens goes before what multiplies, and a factor that learns is no fault."""
     flat = [zero for zero in births if not zero.node_name.startswith(_LINEAR)]
-    if flat:
-        return flat[-1]
-    for zero in births:
+    for zero in births if not flat else ():
         if zero not in causes:
             causes[zero] = _cause_of_factor(case, zero)
         if causes[zero] is not zero:
             return causes[zero]
-    return births[-1] if births else None
+    return next(reversed(flat or births), None)
 
 
 def _cause_of_factor(case: Case, zero: ZeroGradient) -> ZeroGradient | None:
@@ -530,18 +516,6 @@ def _cause_of_factor(case: Case, zero: ZeroGradient) -> ZeroGradient | None:
     return zero
 
 
-def _zero_finding(case: Case, zero: ZeroGradient, names: list[str]) -> Finding:
-    op = case.trace.ops[zero.op]
-    flat = next((flat for flat in _FLAT if zero.node_name.startswith(flat.nodes)), _UNKNOWN)
-    return finding_at(
-        op.location,
-        f"{flat.kind}: the gradient of {listed(names, 4)} is zero: lost at `{op.shown}`",
-        reason=f"In the backward of this line ({zero.node_name}) the gradient becomes zero: {flat.why}",
-        fix=flat.fix,
-        module=case.module(op) or module_of_names(names),
-    )
-
-
 def find_sizes(case: Case) -> Iterator[Finding]:
     """Find layers whose gradient is out of all proportion."""
     if case.exception is not None:
@@ -558,20 +532,13 @@ def find_sizes(case: Case) -> Iterator[Finding]:
     largest = max(sizes, key=lambda layer: sizes[layer])
     vanished = [layer for layer, size in sizes.items() if size < _VANISHED * sizes[largest] and size < _VANISHED]
     if vanished:
-        small, large = f"{sizes[vanished[0]]:.1e}", f"{sizes[largest]:.1e}"
-        yield finding_at(
-            None,
-            f"warning GG306: the gradient vanishes: {listed(vanished, 3)} gets {small} where {largest} gets {large}",
-            reason="On the way back each layer made it smaller (saturated units, too small weights, many layers).",
-            fix="residual connections, nn.LayerNorm, or another initialisation (nn.init.kaiming_normal_)",
-            module=vanished[0],
-        )
+        change = f"{listed(vanished, 3)} gets {sizes[vanished[0]]:.1e} where {largest} gets {sizes[largest]:.1e}"
+        reason = "On the way back each layer made it smaller (saturated units, too small weights, many layers)."
+        fix = "residual connections, nn.LayerNorm, or another initialisation (nn.init.kaiming_normal_)"
+        yield finding_at(None, f"warning GG306: the gradient vanishes: {change}", reason, fix, module=vanished[0])
     exploded = [layer for layer, norm in norms.items() if norm > _EXPLODED]
     if exploded:
-        yield finding_at(
-            None,
-            f"warning GG307: the gradient explodes: the norm at {listed(exploded, 3)} is {norms[exploded[0]]:.1e}",
-            reason="On the way back each layer made it larger, or the loss itself is that large.",
-            fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-            module=exploded[0],
-        )
+        headline = f"the gradient explodes: the norm at {listed(exploded, 3)} is {norms[exploded[0]]:.1e}"
+        reason = "On the way back each layer made it larger, or the loss itself is that large."
+        fix = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+        yield finding_at(None, f"warning GG307: {headline}", reason, fix, module=exploded[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from gradgate._names import listed
@@ -30,54 +30,38 @@ _FIXES = {
     "nll_loss_forward": "losses.masked_loss(F.cross_entropy, logits, target, exclude=-100)     # nothing kept gives 0",
     "mean": "masked.mean(x, keep=keep, empty=0)     # an empty mean is NaN",
 }
+_GUARD = "y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep"
 _NO_FIX = "guard = gg.Guard(model)     # drops the bad samples and keeps the rest of the batch"
 
 
 def find_nonfinite(case: Case) -> Iterator[Finding]:
     """Explain every NaN and infinity that reached the loss or a gradient."""
     hurt = [name for name, p in case.parameters.items() if case.gradient(p).bad]
-    bad, births = _bad_passes(case), births_in_backward(case)
-    if bad:
-        yield from _behind_the_loss(case, bad, hurt if not births else [])
-    if hurt and (births or not bad):
+    losses = [backward.loss for backward in case.trace.backwards if backward.is_bad]
+    births = births_in_backward(case)
+    if losses:
+        yield from _behind_the_loss(case, _word_of(losses), hurt if not births else [])
+    if hurt and (births or not losses):
         yield from _behind_the_gradient(case, hurt, births)
-    if not bad and not hurt and case.exception is None:
-        yield from _harmless(case)
+    if not losses and not hurt and case.exception is None:
+        harmless = [b for b in case.trace.bad if b.stage == "forward" and b.kind == "nan"]
+        for birth in _first_per_operation(harmless)[:3]:
+            harm = "It does no harm in this step: loss and gradients are finite."
+            found = _forward_finding(case, birth, "info", harm)
+            yield replace(found, code="GG407", title=f"{found.title}, masked away later")
+
+
+def _word_of(losses: Iterable[float | None]) -> str:
+    return "NaN" if any(loss is not None and math.isnan(loss) for loss in losses) else "Inf"
 
 
 def births_behind_loss(case: Case) -> list[BadValue]:
     """Return what made a loss bad."""
-    started = [case.trace.backwards[number] for number in _bad_passes(case)]
+    started = [backward for backward in case.trace.backwards if backward.is_bad]
     behind = case.flow.sources(code >> 1 for backward in started for code in backward.codes)
     births = [b for b in case.trace.bad if b.stage != "backward" and b.value in behind and not b.deliberate]
-    wanted = "nan" if any(math.isnan(b.loss) for b in started if b.loss is not None) else "inf"
+    wanted = _word_of(backward.loss for backward in started).lower()
     return [cause for b in births if b.kind == wanted for cause in _causes(case, b, births)] or births
-
-
-def births_in_backward(case: Case) -> list[BadValue]:
-    """Return what went bad on the way back from losses that were finite."""
-    bad = _bad_passes(case)
-    return [b for b in case.trace.bad if b.stage == "backward" and b.backward not in bad]
-
-
-def _bad_passes(case: Case) -> list[int]:
-    losses = [backward.loss for backward in case.trace.backwards]
-    return [number for number, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
-
-
-def _behind_the_loss(case: Case, passes: list[int], hurt: list[str]) -> Iterator[Finding]:
-    started = [case.trace.backwards[number] for number in passes]
-    word = "NaN" if any(math.isnan(b.loss) for b in started if b.loss is not None) else "Inf"
-    severity: Severity = "error" if hurt or not case.gradients or case.exception is not None else "warning"
-    harm = f"The loss is {word}" + (f", and so is the gradient of {listed(hurt, 3)}." if hurt else ".")
-    if severity == "warning":
-        harm = f"The loss is {word}, but every gradient is finite: this value is not what the model learns from."
-    births = births_behind_loss(case)
-    for birth in _first_per_operation(births):
-        yield _forward_finding(case, birth, severity, harm)
-    if not births:
-        reason = harm + " The operation that produced it was not traced."
-        yield finding_at(None, f"{severity} GG401: the loss is {word}", reason=reason, fix=_NO_FIX)
 
 
 def _causes(case: Case, birth: BadValue, births: list[BadValue]) -> list[BadValue]:
@@ -87,99 +71,79 @@ def _causes(case: Case, birth: BadValue, births: list[BadValue]) -> list[BadValu
     return [b for b in infinite if b.stage == "forward" or b.op == birth.op] or [birth]
 
 
+def births_in_backward(case: Case) -> list[BadValue]:
+    """Return what went bad on the way back from losses that were finite."""
+    return [b for b in case.trace.bad if b.stage == "backward" and not case.trace.backwards[b.backward].is_bad]
+
+
+def _behind_the_loss(case: Case, word: str, hurt: list[str]) -> Iterator[Finding]:
+    severity: Severity = "error" if hurt or not case.gradients or case.exception is not None else "warning"
+    harm = f"The loss is {word}" + (f", and so is the gradient of {listed(hurt, 3)}." if hurt else ".")
+    if severity == "warning":
+        harm = f"The loss is {word}, but every gradient is finite: this value is not what the model learns from."
+    births = births_behind_loss(case)
+    for birth in _first_per_operation(births):
+        yield _forward_finding(case, birth, severity, harm)
+    if not births:
+        reason = harm + " The operation that produced it was not traced."
+        yield finding_at(None, f"{severity} GG401: the loss is {word}", reason, _NO_FIX)
+
+
 def _behind_the_gradient(case: Case, hurt: list[str], births: list[BadValue]) -> Iterator[Finding]:
     severity: Severity = "info" if case.trace.scaled else "error"
     harm = f"The loss is finite, but the gradient of {listed(hurt, 3)} is not."
     if case.trace.scaled:
         harm += " The gradients are scaled (AMP), and the scaler skips such a step."
     for birth in _first_per_operation(births):
-        source = next((b for b in case.trace.bad if b.value == birth.from_value and b.value >= 0), None)
-        origin = source if source is not None and not source.deliberate else birth
-        yield _gradient_finding(case, birth, origin, severity, harm)
+        yield _gradient_finding(case, birth, severity, harm)
     arrived = [b for b in case.trace.bad if b.stage == "arrived"]
     for birth in _first_per_operation(arrived if not births else []):
         yield _forward_finding(case, birth, severity, harm)
     if not births and not arrived:
-        yield finding_at(
-            None,
-            f"{severity} GG403: the gradient of {listed(hurt, 3)} is not finite",
-            reason=harm + " It was not produced in this step: it may have been there before, or a hook made it.",
-            fix="optimizer.zero_grad()     # before backward()",
-        )
+        headline = f"{severity} GG403: the gradient of {listed(hurt, 3)} is not finite"
+        reason = harm + " It was not produced in this step: it may have been there before, or a hook made it."
+        yield finding_at(None, headline, reason, "optimizer.zero_grad()     # before backward()")
 
 
-def _gradient_finding(case: Case, birth: BadValue, origin: BadValue, severity: Severity, harm: str) -> Finding:
-    op = case.trace.ops[origin.op] if origin.op >= 0 else None
-    where = op.location if op is not None else None
-    shown = where.expression if where is not None else birth.node_name
-    word = _WORDS[birth.kind]
-    selecting = selecting_op(case, op) if op is not None else None
+def _gradient_finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Finding:
+    source = next((b for b in case.trace.bad if b.value == birth.from_value and b.value >= 0), None)
+    op = case.trace.op((source if source is not None and not source.deliberate else birth).op)
+    shown, word = op.shown if op.location is not None else birth.node_name, _WORDS[birth.kind]
     detail = f" At the first bad element {birth.detail}." if birth.detail else ""
-    if selecting is not None and op is not None:
-        chosen = selecting.location
-        return finding_at(
-            where,
-            f"{severity} GG502: unsafe where: the gradient of `{shown}` is {word} in elements that are discarded",
-            reason=f"{harm} `{chosen.expression if chosen else selecting.name}` discards those values, but "
-            f"not their gradient: 0 times infinity is NaN.{detail}",
-            fix="y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep",
-            module=case.module(op),
-            samples=_samples(case, birth),
-            also=[chosen],
-        )
-    return finding_at(
-        where,
-        f"{severity} GG403: {word} gradient produced in the backward of `{shown}`",
-        reason=f"{harm} It is produced in {birth.node_name}: what arrived there was finite.{detail}",
-        fix=_fix(op),
-        module=case.module(op) if op is not None else None,
-        samples=_samples(case, birth),
+    selecting = selecting_op(case, op)
+    if selecting is None:
+        headline = f"{severity} GG403: {word} gradient produced in the backward of `{shown}`"
+        reason = f"{harm} It is produced in {birth.node_name}: what arrived there was finite.{detail}"
+        return case.finding(op, headline, reason, _fix(op), samples=_samples(case, birth))
+    headline = f"{severity} GG502: unsafe where: the gradient of `{shown}` is {word} in elements that are discarded"
+    reason = (
+        f"{harm} `{selecting.shown}` discards those values, but not their gradient: 0 times infinity is NaN.{detail}"
     )
+    return case.finding(op, headline, reason, _GUARD, samples=_samples(case, birth), also=[selecting.location])
 
 
 def _forward_finding(case: Case, birth: BadValue, severity: Severity, harm: str) -> Finding:
-    op = case.trace.ops[birth.op]
-    where = op.location
-    shown = where.expression if where is not None else op.name
-    word = _WORDS[birth.kind]
-    if birth.stage == "arrived":
-        root = case.trace.roots.get(case.flow.bare_value(birth.value))
-        tensor = root.tensor if root is not None else None
-        name = case.names.of_tensor(tensor) if tensor is not None else None
-        parameter = root is not None and root.leaf and root.requires_grad
-        what = f"{'the parameter' if parameter else 'the tensor'} {name or f'of shape {birth.shape}'}"
-        return finding_at(
-            where,
-            f"{severity} {'GG405' if parameter else 'GG404'}: {what} holds {word} before `{shown}` reads it",
-            reason=f"{harm} It is not from this step: it came in with {'the weights' if parameter else 'the data'}.",
-            fix="model.load_state_dict(last_good_state)" if parameter else _NO_FIX,
-            module=case.module(op),
-            samples=() if parameter else _samples(case, birth),
-        )
-    detail = f" There {birth.detail}." if birth.detail else ""
-    return finding_at(
-        where,
-        f"{severity} {'GG401' if birth.kind == 'nan' else 'GG402'}: {word} produced in `{shown}`",
-        reason=f"{harm} Everything that `{op.name}` read was "
-        f"{'finite' if birth.kind == 'inf' else 'free of NaN'}; its result was not.{detail}",
-        fix=_fix(op),
-        module=case.module(op),
-        samples=_samples(case, birth),
-    )
-
-
-def _harmless(case: Case) -> Iterator[Finding]:
-    births = [b for b in case.trace.bad if b.stage == "forward" and b.kind == "nan"]
-    for birth in _first_per_operation(births)[:3]:
-        found = _forward_finding(case, birth, "info", "It does no harm in this step: loss and gradients are finite.")
-        yield replace(found, code="GG407", title=f"{found.title}, masked away later")
+    op, word, samples = case.trace.ops[birth.op], _WORDS[birth.kind], _samples(case, birth)
+    if birth.stage == "forward":
+        headline = f"{severity} {'GG401' if birth.kind == 'nan' else 'GG402'}: {word} produced in `{op.shown}`"
+        free = "finite" if birth.kind == "inf" else "free of NaN"
+        detail = f" There {birth.detail}." if birth.detail else ""
+        reason = f"{harm} Everything that `{op.name}` read was {free}; its result was not.{detail}"
+        return case.finding(op, headline, reason, _fix(op), samples=samples)
+    root = case.trace.roots.get(case.flow.bare_value(birth.value))
+    name = case.names.of_tensor(root.tensor) if root is not None and root.tensor is not None else None
+    code, kind, source, fix = "GG404", "the tensor", "the data", _NO_FIX
+    if root is not None and root.leaf and root.requires_grad:
+        code, kind, source, samples = "GG405", "the parameter", "the weights", ()
+        fix = "model.load_state_dict(last_good_state)"
+    what = f"{kind} {name or f'of shape {birth.shape}'} holds {word} before `{op.shown}` reads it"
+    reason = f"{harm} It is not from this step: it came in with {source}."
+    return case.finding(op, f"{severity} {code}: {what}", reason, fix, samples=samples)
 
 
 def _first_per_operation(births: list[BadValue]) -> list[BadValue]:
-    found: dict[int, BadValue] = {}
-    for birth in births:
-        found.setdefault(birth.op, birth)
-    return list(found.values())[:5]
+    first = {birth.op: birth for birth in reversed(births)}
+    return [first[number] for number in dict.fromkeys(birth.op for birth in births)][:5]
 
 
 def _samples(case: Case, birth: BadValue) -> tuple[int, ...]:
@@ -187,8 +151,8 @@ def _samples(case: Case, birth: BadValue) -> tuple[int, ...]:
     return birth.rows if birth.shape and size in (None, birth.shape[0]) else ()
 
 
-def _fix(op: Op | None) -> str:
-    fix = _FIXES.get(op.name.removesuffix("_"), _NO_FIX) if op is not None else _NO_FIX
+def _fix(op: Op) -> str:
+    fix = _FIXES.get(op.name.removesuffix("_"), _NO_FIX)
     return f"{fix}     # from gradgate import masked" if fix.startswith("masked.safe_") else fix
 
 
@@ -218,7 +182,10 @@ def find_traps(case: Case) -> Iterator[Finding]:
     for op in case.trace.ops:
         risky = _unguarded(case.flow, op) if op.name in _FILLING and op.records and len(op.inputs) > 1 else None
         if risky is not None:
-            yield _unsafe_where(case, op, risky)
+            headline = f"warning GG501: unsafe where: `{op.shown}` does not guard the gradient of `{risky.shown}`"
+            reason = f"`{risky.name}` is computed for all elements, also where it has no finite derivative. The values "
+            reason += "are discarded, their gradient is not: 0 times infinity is NaN. It has not happened in this step."
+            yield case.finding(op, headline, reason, _GUARD, also=[risky.location])
 
 
 def _unguarded(flow: Flow, op: Op) -> Op | None:
@@ -233,25 +200,20 @@ def _unguarded(flow: Flow, op: Op) -> Op | None:
 
 def _tests(flow: Flow, value: int, depth: int) -> Iterator[Op]:
     """Yield the comparisons that a condition was made of."""
-    op = flow.made_by(value) if depth else None
-    if op is None:
-        return
+    op = flow.made_by(value)
     if op.name in _COMPARING | _ASKING:
         yield op
-    elif op.name in _JOINING or op.operator.view:
+    elif depth > 1 and (op.name in _JOINING or op.operator.view):
         for source in op.sources:
             yield from _tests(flow, source, depth - 1)
 
 
 def _risky(flow: Flow, value: int, path: tuple[int, ...], depth: int) -> Iterator[tuple[Op, tuple[int, ...]]]:
     """Yield the operations close behind a branch that have a point without derivative, with the values in between."""
-    op = flow.made_by(value) if depth else None
-    if op is None:
-        return
-    name = op.name.removesuffix("_")
-    if name in _EDGES and _is_risky(op, name):
+    op = flow.made_by(value)
+    if op.name.removesuffix("_") in _EDGES and _is_risky(op, op.name.removesuffix("_")):
         yield op, (*path, value)
-    if op.name in _PASSING or op.operator.view:
+    if depth > 1 and (op.name in _PASSING or op.operator.view):
         for source in op.sources:
             yield from _risky(flow, source, (*path, value), depth - 1)
 
@@ -296,16 +258,3 @@ def selecting_op(case: Case, op: Op) -> Op | None:
                 seen.update(fresh)
                 waiting.extend((result, depth - 1) for result in fresh)
     return None
-
-
-def _unsafe_where(case: Case, op: Op, risky: Op) -> Finding:
-    shown, unguarded = (x.location.expression if x.location is not None else x.name for x in (op, risky))
-    return finding_at(
-        op.location,
-        f"warning GG501: unsafe where: `{shown}` does not guard the gradient of `{unguarded}`",
-        reason=f"`{risky.name}` is computed for all elements, also where it has no finite derivative. The "
-        "values are discarded, their gradient is not: 0 times infinity is NaN. It has not happened in this step.",
-        fix="y = gg.apply_where(keep, (x,), fn, otherwise)     # fn runs only where keep",
-        module=case.module(op),
-        also=[risky.location],
-    )
