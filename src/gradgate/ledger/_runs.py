@@ -19,12 +19,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from statistics import median
+from subprocess import DEVNULL
 from types import NoneType
 from typing import Any, Literal
 
 from gradgate._text import as_text
 from gradgate.ledger._file import Connection
-from gradgate.ledger._schema import HISTORY, MESSAGE_LIMIT, as_json, check_kinds, name_text, read_json
+from gradgate.ledger._schema import HISTORY, MESSAGE_LIMIT, as_json, checked, columns, from_row, name_text
 from gradgate.records import Record
 
 Kind = Literal["release", "skip", "retry"]
@@ -82,6 +83,9 @@ class Decision(Record):
     reason: str
 
 
+_RUN, _DECISION = ", ".join(columns(Run)), ", ".join(columns(Decision))
+
+
 def this_run(name: str | None, arguments: Mapping[str, Any] | None) -> Run:
     """Describe the run that this process is part of; the elastic launcher may have a name for it."""
     started = time.time()
@@ -116,13 +120,7 @@ def finish_run(connection: Connection, name: str, ended: float) -> None:
 
 
 def read_runs(connection: Connection) -> list[Run]:
-    names = tuple(Run.__dataclass_fields__)
-    rows = connection.rows(f"SELECT {', '.join(names)} FROM runs ORDER BY started, name")
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    for run in found:
-        check_kinds(run, _RUN, "a run")
-        run["arguments"] = read_json(run["arguments"])
-    return [Run(**run) for run in found]
+    return [from_row(row, Run) for row in connection.rows(f"SELECT {_RUN} FROM runs ORDER BY started, name")]
 
 
 def decide(kind: Kind, sample_id: str, run: str, epoch: int | None = None, reason: str = "") -> Decision:
@@ -134,40 +132,33 @@ def decide(kind: Kind, sample_id: str, run: str, epoch: int | None = None, reaso
 
 def write_decisions(connection: Connection, decisions: Iterable[Decision]) -> None:
     """Write down what was decided; what is there already is left as it is."""
-    names = tuple(Decision.__dataclass_fields__)
     connection.executemany(
-        f"INSERT INTO decision ({', '.join(names)}) VALUES (:{', :'.join(names)}) ON CONFLICT (id) DO NOTHING",
+        f"INSERT INTO decision ({_DECISION}) VALUES (:{_DECISION.replace(', ', ', :')}) ON CONFLICT (id) DO NOTHING",
         [decision.to_dict() for decision in decisions],
     )
 
 
 def read_decisions(connection: Connection, sample_id: object = None) -> list[Decision]:
     """Read what was decided, about one sample or all, in the order of time."""
-    names = tuple(Decision.__dataclass_fields__)
     condition = "TRUE" if sample_id is None else "sample_id = :sample"
-    rows = connection.rows(
-        f"SELECT {', '.join(names)} FROM decision WHERE {condition} ORDER BY time, id", {"sample": name_text(sample_id)}
-    )
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    for values in found:
-        check_kinds(values, _DECISION, "a decision")
-    return [Decision(**values) for values in found]
+    question = f"SELECT {_DECISION} FROM decision WHERE {condition} ORDER BY time, id"
+    return [from_row(row, Decision) for row in connection.rows(question, {"sample": name_text(sample_id)})]
 
 
 def last_release(connection: Connection, sample_id: str) -> float | None:
-    question = "SELECT max(time) FROM decision WHERE sample_id = ? AND kind = 'release'"
-    released = connection.execute(question, (sample_id,)).fetchone()[0]
-    check_kinds({"time": released}, {"time": (int, float, NoneType)}, "a decision")
-    return released  # type: ignore[no-any-return]
+    return _last_time(connection, "a decision", "decision WHERE kind = 'release' AND", sample_id)
 
 
 def time_of_release(connection: Connection, sample_id: str) -> float:
     """Return a time for a release of now: after everything that the sample has done, also if the clock was set back."""
-    question = "SELECT max(time) FROM incident WHERE sample_id = ?"
-    failed = connection.execute(question, (sample_id,)).fetchone()[0]
-    check_kinds({"time": failed}, {"time": (int, float, NoneType)}, "an incident")
+    failed = _last_time(connection, "an incident", "incident WHERE", sample_id)
     times = (time.time(), failed, last_release(connection, sample_id))
     return max(one for one in times if one is not None and math.isfinite(one))
+
+
+def _last_time(connection: Connection, of: str, table: str, sample_id: str) -> float | None:
+    row = connection.execute(f"SELECT max(time) FROM {table} sample_id = ?", (sample_id,)).fetchone()
+    return checked(row[0], "time", of, int, float, NoneType)  # type: ignore[no-any-return]
 
 
 def bad_samples(
@@ -184,26 +175,10 @@ def bad_samples(
         "AND (released IS NULL OR time > released) GROUP BY sample_id",
         values,
     )
-    found = {sample: (count, epoch) for sample, count, epoch in rows}
-    for sample, (_, epoch) in found.items():
-        if type(sample) is not str or type(epoch) not in (int, NoneType):
-            check_kinds({"sample_id": sample, "epoch": epoch}, _DECISION, "an incident")
-    return found
-
-
-_RUN: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "arguments"), (str,)),
-    **dict.fromkeys(("python", "torch", "gradgate", "git_commit"), (str, NoneType)),
-    "started": (int, float),
-    "ended": (int, float, NoneType),
-    "incidents": (int,),
-}
-_DECISION: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("id", "kind", "sample_id", "reason"), (str,)),
-    "run": (str, NoneType),
-    "epoch": (int, NoneType),
-    "time": (int, float),
-}
+    return {
+        checked(sample, "sample_id", "an incident", str): (count, checked(epoch, "epoch", "an incident", int, NoneType))
+        for sample, count, epoch in rows
+    }
 
 
 def _installed(package: str) -> str | None:
@@ -215,14 +190,7 @@ def _installed(package: str) -> str | None:
 
 def _git_commit() -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=2,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, stdin=DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -273,12 +241,13 @@ def write_losses(connection: Connection, losses: Iterable[tuple[object, float]])
 
 
 def read_histories(connection: Connection) -> list[SampleHistory]:
-    if not _is_there(connection):
-        return []
     histories = []
-    for name, packed in connection.rows("SELECT sample_id, losses FROM history ORDER BY sample_id"):
-        check_kinds({"sample_id": name}, {"sample_id": (str,)}, "a history")
-        if losses := _unpacked(packed):
+    rows = connection.rows("SELECT sample_id, losses FROM history ORDER BY sample_id") if _is_there(connection) else ()
+    for name, packed in rows:
+        count = min(len(checked(packed, "losses", "a history", bytes)) // 2, KEPT)
+        values = struct.unpack(f"<{count}e", packed[: 2 * count])
+        if losses := tuple(value for value in values if math.isfinite(value)):
+            name = checked(name, "sample_id", "a history", str)
             histories.append(SampleHistory(sample_id=name, losses=losses))
     return histories
 
@@ -296,15 +265,12 @@ def hardest_of(histories: Iterable[SampleHistory], k: int) -> list[SampleHistory
 
 def suspicious_of(histories: list[SampleHistory], threshold: float) -> list[SampleHistory]:
     """Return the samples whose loss is far above that of the others and does not fall."""
-    recent = [history.recent for history in histories]
-    if not recent:
+    if not histories:
         return []
-    middle = median(recent)
-    limit = middle + threshold * 1.4826 * median(abs(loss - middle) for loss in recent)
-    return hardest_of(
-        (one for one in histories if len(one.losses) >= _ENOUGH and one.recent > limit and not _falls(one)),
-        len(histories),
-    )
+    middle = median(history.recent for history in histories)
+    limit = middle + threshold * 1.4826 * median(abs(history.recent - middle) for history in histories)
+    high = [one for one in histories if len(one.losses) >= _ENOUGH and one.recent > limit]
+    return hardest_of((one for one in high if not _falls(one)), len(high))
 
 
 def _falls(history: SampleHistory) -> bool:
@@ -315,14 +281,5 @@ def _falls(history: SampleHistory) -> bool:
 
 
 def _is_there(connection: Connection) -> bool:
-    found: Mapping[int, Any] | None = connection.execute(
-        "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'history' AND sql = ?", (HISTORY,)
-    ).fetchone()
-    return found is not None
-
-
-def _unpacked(packed: Any) -> tuple[float, ...]:
-    check_kinds({"losses": packed}, {"losses": (bytes,)}, "a history")
-    count = min(len(packed) // 2, KEPT)
-    values: tuple[float, ...] = struct.unpack(f"<{count}e", packed[: 2 * count])
-    return tuple(value for value in values if math.isfinite(value))
+    question = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'history' AND sql = ?"
+    return connection.execute(question, (HISTORY,)).fetchone() is not None

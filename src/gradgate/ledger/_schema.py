@@ -11,15 +11,21 @@ import json
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields
 from functools import cache, lru_cache
+from itertools import chain
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 from gradgate._text import as_text, json_text
 from gradgate.errors import LedgerError
-from gradgate.records import Incident
+from gradgate.records import Incident, Record
+
+R = TypeVar("R", bound=Record)
 
 APPLICATION_ID = 0x67724764  # "grGd" in the header of the file: a ledger, not some other SQLite file
+RECOVER = 'sqlite3 FILE ".recover" | sqlite3 RECOVERED   # saves what can be read'
 
 _FIRST = (
     """CREATE TABLE run (
@@ -74,8 +80,6 @@ HISTORY = "CREATE TABLE history (sample_id TEXT PRIMARY KEY NOT NULL, losses BLO
 # The statements that lead from each version of the schema to the next; a file of version n has had the first n.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
 
-Definition = tuple[str, str, str, str | None]
-
 # What a file may have besides: losses of samples, and what ANALYZE adds, counts for the planner of queries.
 _OPTIONAL = {
     ("table", "history", "history", HISTORY),
@@ -88,30 +92,23 @@ def upgrade(connection: sqlite3.Connection) -> None:
     """Make a new file a ledger and an old ledger a current one, all of it or nothing."""
     if _version(connection) == len(MIGRATIONS):
         return
-    connection.execute("BEGIN IMMEDIATE")  # Only now: another process may have done it while this one waited.
-    try:
-        _recognise(connection)
-        version = _version(connection)
+    connection.execute("BEGIN IMMEDIATE")
+    with connection:
+        version = _recognise(connection)  # Only now: another process may have done it while this one waited.
         if version:
             _compare(connection, version, writing=True)
-        for statement in (line for step in MIGRATIONS[version:] for line in step):
+        for statement in chain(*MIGRATIONS[version:]):
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def check(connection: sqlite3.Connection, *, writing: bool) -> None:
     """Make sure that a file is a ledger of this version, and for writing that it holds no SQL but ours."""
-    _recognise(connection)
-    version = _version(connection)
+    version = _recognise(connection)
     if version < len(MIGRATIONS):
         raise LedgerError(
-            f"it is {'empty' if version == 0 else 'a ledger of an older gradgate'} "
+            f"it is {'a ledger of an older gradgate' if version else 'empty'} "
             f"(schema {version}, this gradgate writes {len(MIGRATIONS)}).",
             why="it was opened for reading only, so it cannot be brought up to date.",
             fix="gg.Ledger(path)   # once, where the file may be written",
@@ -123,23 +120,20 @@ def _compare(connection: sqlite3.Connection, version: int, *, writing: bool) -> 
     missing = set(_expected(version))
     foreign: list[str] = []
     pages = set()
-    for kind, name, table, sql, page in connection.execute(
-        "SELECT type, name, tbl_name, sql, rootpage FROM sqlite_master"
-    ):
-        definition = (kind, name, table, sql)
+    for *parts, page in connection.execute("SELECT type, name, tbl_name, sql, rootpage FROM sqlite_master"):
+        definition = tuple(parts)
         if definition in missing:
-            missing.remove(definition)
-            if kind in ("table", "index"):
-                if type(page) is not int or page < 2 or page in pages:
-                    missing.add(definition)  # It shares its pages with another one, which no sound file does.
-                pages.add(page)
+            has_pages = definition[0] in ("table", "index")
+            if not has_pages or (type(page) is int and page >= 2 and page not in pages):
+                missing.remove(definition)  # Otherwise it shares its pages with another, which no sound file does.
+            pages.add(page)
         elif definition not in _OPTIONAL and len(foreign) < 4:
-            foreign.append(f"{kind} {name}"[:60])
+            foreign.append(f"{definition[0]} {definition[1]}"[:60])
     if missing:
         raise LedgerError(
             f"its tables are not those of a ledger: {', '.join(sorted(name for _, name, _, _ in missing))}.",
             why="the file is damaged, or another program has changed it.",
-            fix='sqlite3 FILE ".recover" | sqlite3 RECOVERED   # saves what can be read',
+            fix=RECOVER,
         )
     if foreign and writing:
         raise LedgerError(
@@ -149,23 +143,25 @@ def _compare(connection: sqlite3.Connection, version: int, *, writing: bool) -> 
         )
 
 
-def _recognise(connection: sqlite3.Connection) -> None:
+def _recognise(connection: sqlite3.Connection) -> int:
+    """Return the version of a ledger, 0 for a new, empty file."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = _version(connection)
-    if application == 0 and version == 0 and connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
-        return  # A new, empty file.
+    if application == version == 0 and connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+        return 0
     if application != APPLICATION_ID:
         raise LedgerError(
             "it is an SQLite file, but not a ledger.",
             why="gradgate marks its files and writes to no others.",
             fix='gg.Ledger("run.ledger")   # another path',
         )
-    if version > len(MIGRATIONS) or version < 1:
+    if not 1 <= version <= len(MIGRATIONS):
         raise LedgerError(
             f"it has schema {version}; this gradgate knows 1 to {len(MIGRATIONS)}.",
             why="a newer gradgate wrote it.",
             fix="pip install --upgrade gradgate",
         )
+    return version
 
 
 def _version(connection: sqlite3.Connection) -> int:
@@ -173,19 +169,15 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 @cache
-def _expected(version: int) -> frozenset[Definition]:
-    """Make a schema of a version in memory, and give its definitions."""
-    scratch = sqlite3.connect(":memory:", isolation_level=None)
-    try:
-        for step in MIGRATIONS[:version]:
-            for statement in step:
-                scratch.execute(statement)
+def _expected(version: int) -> frozenset[tuple[str, ...]]:
+    """Return the definitions of a version, as a file in memory has them."""
+    with closing(sqlite3.connect(":memory:")) as scratch:
+        for statement in chain(*MIGRATIONS[:version]):
+            scratch.execute(statement)
         return frozenset(scratch.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
-    finally:
-        scratch.close()
 
 
-# --- An incident as a row --------------------------------------------------------------------------------------------
+# --- Records as rows -------------------------------------------------------------------------------------------------
 
 
 MESSAGE_LIMIT = 2_000  # characters of an exception's text, which may quote the data
@@ -193,13 +185,17 @@ NAME_LIMIT = 50_000  # characters of the name of a sample, a run, a module or a 
 DETAILS_LIMIT = 16_000  # characters of JSON
 DEEPEST = 64  # levels of JSON that are read; 9 are written
 
-# In the order of the attributes of an incident; `place` is `where`, which is a word of SQL.
-COLUMNS = (
-    "id", "run", "step", "epoch", "rank", "world_size", "sample_id", "row", "stage", "cause", "exception_type",
-    "message", "place", "module", "loss", "grad_norm", "transient", "time", "details",
-)  # fmt: skip
-_ATTRIBUTES = tuple(Incident.__dataclass_fields__)
 _LARGEST = 2**63 - 1
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (int,), "float": (float, int)}  # others are text
+
+
+@cache
+def columns(record: type[Record]) -> tuple[str, ...]:
+    """Return the columns of a record, in the order of its attributes; `place` is `where`, which is a word of SQL."""
+    return tuple("place" if name == "where" else name for name in record.__dataclass_fields__)
+
+
+COLUMNS = columns(Incident)
 
 
 def to_row(incident: Incident) -> tuple[Any, ...]:
@@ -227,27 +223,43 @@ def to_row(incident: Incident) -> tuple[Any, ...]:
     )
 
 
-def from_row(row: Sequence[Any]) -> Incident:
+def from_row(row: Sequence[Any], record: type[R] = Incident) -> R:  # type: ignore[assignment]
     """Read a row; a value of a kind that no ledger writes is a LedgerError, because it must not pass as evidence."""
-    wrong = _first_wrong(tuple(map(type, row)))
-    if wrong is not None:
-        raise damaged(f"`{COLUMNS[wrong]}` of an incident is {row[wrong]!r:.60}")
-    values = dict(zip(_ATTRIBUTES, row, strict=True))
-    for name in ("loss", "grad_norm"):
-        number = values[name]
-        if number is not None:
+    wrong = _first_wrong(record, tuple(map(type, row)))
+    values = dict(zip(record.__dataclass_fields__, row, strict=True))
+    if wrong is None and record is Incident:
+        values["transient"] = bool(values["transient"])
+        for name in ("loss", "grad_norm"):
+            number = values[name]
             if type(number) is str and number != "nan":
-                raise damaged(f"`{name}` of an incident is {number!r:.60}")
-            values[name] = float(number)
-    values["transient"] = bool(values["transient"])
-    values["details"] = read_json(values["details"])
-    return Incident(**values)
+                wrong = COLUMNS.index(name)
+            elif number is not None:
+                values[name] = float(number)
+    if wrong is not None:
+        of = "an incident" if record is Incident else f"a {record.__name__.lower()}"
+        checked(row[wrong], columns(record)[wrong], of)
+    for name in ("details", "arguments"):
+        if name in values:
+            values[name] = read_json(values[name])
+    return record(**values)
 
 
-def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], of: str) -> None:
-    for name, allowed in kinds.items():
-        if name in values and not isinstance(values[name], allowed):
-            raise damaged(f"`{name}` of {of} is {values[name]!r:.60}")
+@lru_cache(1024)
+def _first_wrong(record: type[Record], kinds: tuple[type, ...]) -> int | None:
+    """Find the first column that is of a wrong kind; the rows of a ledger have few combinations of kinds."""
+    for place, (field, kind) in enumerate(zip(fields(record), kinds, strict=True)):  # type: ignore[arg-type]
+        name, _, none = str(field.type).partition(" | ")
+        nan = (str,) if field.name in ("loss", "grad_norm") else ()
+        if kind not in (*_KINDS.get(name, (str,)), *nan, *((NoneType,) if none else ())):
+            return place
+    return None
+
+
+def checked(value: Any, name: str, of: str, *kinds: type) -> Any:
+    """Return a value of a file that is of the right kind."""
+    if not isinstance(value, kinds):
+        raise damaged(f"`{name}` of {of} is {value!r:.60}")
+    return value
 
 
 def name_text(value: object) -> str:
@@ -256,9 +268,7 @@ def name_text(value: object) -> str:
 
 def as_json(value: Mapping[str, Any], limit: int) -> str:
     """Write an object as JSON, whatever is in it; what is longer than the limit is cut and becomes text."""
-    if not value:
-        return "{}"
-    text = json_text(value, depth=9)
+    text = json_text(value, depth=9) if value else "{}"
     return text if len(text) <= limit else json_text({"cut": text[:limit], "characters": len(text)})
 
 
@@ -266,48 +276,25 @@ def read_json(text: str) -> dict[str, Any]:
     """Read the JSON of a row, which must be an object."""
     try:
         value = json.loads(text)
+        deep = text.count("{") + text.count("[") > DEEPEST and _depth(value) > DEEPEST
     except (ValueError, RecursionError) as error:
         raise damaged(f"a JSON text cannot be read ({error})") from error
     if not isinstance(value, dict):
         raise damaged("a JSON text is not an object")
-    if text.count("{") + text.count("[") > DEEPEST and _is_deep(value):
+    if deep:
         raise damaged(f"a JSON text is nested more than {DEEPEST} deep")
     return value
+
+
+def _depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, items)) if items else 0
 
 
 def damaged(what: str) -> LedgerError:
     return LedgerError(
         f"the ledger is damaged: {what}.", why="no ledger writes that.", fix="PRAGMA integrity_check   -- in sqlite3"
     )
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("id", "stage", "cause", "message", "details"), (str,)),
-    **dict.fromkeys(("run", "sample_id", "exception_type", "place", "module"), (str, NoneType)),
-    **dict.fromkeys(("step", "epoch", "row"), (int, NoneType)),
-    **dict.fromkeys(("rank", "world_size", "transient"), (int,)),
-    **dict.fromkeys(("loss", "grad_norm"), (float, int, str, NoneType)),
-    "time": (float, int),
-}
-
-
-@lru_cache(1024)
-def _first_wrong(kinds: tuple[type, ...]) -> int | None:
-    """Find the first column that is of a wrong kind; the rows of a ledger have few combinations of kinds."""
-    pairs = enumerate(zip(COLUMNS, kinds, strict=True))
-    return next((place for place, (name, kind) in pairs if kind not in _KINDS[name]), None)
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [
-            item
-            for one in level
-            if isinstance(one, dict | list)
-            for item in (one.values() if isinstance(one, dict) else one)
-        ]
-    return bool(level)
 
 
 def _name(value: object) -> str | None:

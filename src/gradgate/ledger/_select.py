@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
@@ -16,7 +17,7 @@ from typing import Any, TypedDict
 
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, NothingMatchedError
 from gradgate.ledger._file import MEGABYTE, Connection, LedgerFile, TooLong, raised_in_sqlite
-from gradgate.ledger._schema import COLUMNS, check_kinds, from_row, name_text
+from gradgate.ledger._schema import COLUMNS, checked, from_row, name_text
 from gradgate.records import Incident, Record
 
 Moment = float | str | datetime  # seconds since the epoch of the clock, a datetime, ISO text, or an age such as "2h"
@@ -68,21 +69,21 @@ def _given(filters: Mapping[str, Any]) -> dict[str, Any]:
 
 def moment(value: Moment) -> float:
     """Return a time as seconds since the epoch of the clock; text without a zone is local time."""
-    if isinstance(value, datetime):
-        return value.timestamp()
-    if isinstance(value, str):
-        if age := _AGE.fullmatch(value.strip()):
-            return time.time() - float(age[1]) * _SECONDS[age[2]]
-        try:
-            return datetime.fromisoformat(value.strip()).timestamp()
-        except (ValueError, OverflowError, OSError) as error:
-            raise ArgumentValueError(
-                f"the time {value!r} cannot be read.",
-                why="a time is a date, a date with a time of day, or an age.",
-                fix='since="2026-11-15" or since="2026-11-15T21:30" or since="2h"',
-            ) from error
     if type(value) in (int, float):
         return float(value)
+    try:
+        if isinstance(value, str):
+            if age := _AGE.fullmatch(value.strip()):
+                return time.time() - float(age[1]) * _SECONDS[age[2]]
+            value = datetime.fromisoformat(value.strip())
+        if isinstance(value, datetime):
+            return value.timestamp()
+    except (ValueError, OverflowError, OSError) as error:
+        raise ArgumentValueError(
+            f"the time {str(value)!r} cannot be read.",
+            why="a time is a date, a date with a time of day, or an age.",
+            fix='since="2026-11-15" or since="2026-11-15T21:30" or since="2h"',
+        ) from error
     raise ArgumentTypeError(
         f"the time is of type {type(value).__name__}.",
         why="a time is a number of seconds, a datetime, or text.",
@@ -99,48 +100,34 @@ def select_incidents(
 ) -> Iterator[Incident]:
     condition, values = where(filters)
     order = "DESC" if newest_first else "ASC"
-    rows = connection.rows(
-        f"{_SELECT} WHERE {condition} ORDER BY time {order}, number {order} LIMIT ?",
-        [*values, -1 if limit is None else limit],
-    )
-    return map(from_row, rows)
+    question = f"{_SELECT} WHERE {condition} ORDER BY time {order}, number {order} LIMIT ?"
+    return map(from_row, connection.rows(question, [*values, -1 if limit is None else limit]))
 
 
 def one_incident(connection: Connection, incident_id: str) -> Incident:
     """Read one incident by its id, or by the beginning of it if that fits no other."""
     wanted = name_text(incident_id)
-    row = connection.execute(f"{_SELECT} WHERE id = ?", (wanted,)).fetchone()
-    if row is not None:
-        return from_row(row)
-    found = []
-    if len(wanted) >= PREFIX:
-        beyond = wanted[:-1] + chr(_next_character(ord(wanted[-1])))
-        found = list(connection.rows(f"{_SELECT} WHERE id >= ? AND id < ? LIMIT 4", (wanted, beyond)))
+    found = list(connection.rows(f"{_SELECT} WHERE id = ?", (wanted,)))
+    if not found and len(wanted) >= PREFIX:
+        code = ord(wanted[-1])
+        after = chr(0xE000 if code == 0xD7FF else min(code + 1, 0x10FFFF))  # without surrogates, which are not stored
+        values = wanted, wanted[:-1] + after
+        found = list(connection.rows(f"{_SELECT} WHERE id >= ? AND id < ? LIMIT 4", values))
     if len(found) == 1:
         return from_row(found[0])
     raise NothingMatchedError(
-        f"there is no incident {wanted!r}." if not found else f"several incidents begin with {wanted!r}.",
-        why=(
-            f"an incident is asked for by its id, or by at least {PREFIX} characters of its beginning."
-            if not found
-            else f"among them {', '.join(str(row[0]) for row in found)}."
-        ),
+        f"several incidents begin with {wanted!r}." if found else f"there is no incident {wanted!r}.",
+        why=f"among them {', '.join(str(row[0]) for row in found)}."
+        if found
+        else f"an incident is asked for by its id, or by at least {PREFIX} characters of its beginning.",
         fix="gradgate ledger list LEDGER",
     )
-
-
-def _next_character(code: int) -> int:
-    """Return the code after one, without the surrogates, which cannot be stored."""
-    return 0xE000 if code == 0xD7FF else min(code + 1, 0x10FFFF)
 
 
 def blob(connection: Connection, question: str, key: str) -> bytes | None:
     """Read the bytes that a question with one question mark gives, if there are any."""
     row = connection.execute(question, (name_text(key),)).fetchone()
-    if row is None:
-        return None
-    check_kinds({"data": row[0]}, {"data": (bytes,)}, "a payload")
-    return bytes(row[0])
+    return None if row is None else bytes(checked(row[0], "data", "a payload", bytes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,13 +162,19 @@ class Stats(Record):
 def count_incidents(connection: Connection, filters: Mapping[str, Any], worst: int = 10) -> Stats:
     """Count everything in one pass over one index, and name the worst samples."""
     condition, values = where(filters, by_index=filters.get("sample_id") is not None)
-    groups = list(
-        connection.rows(
-            "SELECT run, stage, cause, exception_type, transient, count(*), min(time), max(time) FROM incident "
-            f"WHERE {condition} GROUP BY run, stage, cause, exception_type, transient",
-            values,
-        )
+    groups = connection.rows(
+        "SELECT run, stage, cause, exception_type, transient, count(*), min(time), max(time) FROM incident "
+        f"WHERE {condition} GROUP BY run, stage, cause, exception_type, transient",
+        values,
     )
+    counts = [Counter[str]() for _ in range(4)]
+    total, passing, times = 0, 0, list[float]()
+    for *names, transient, count, first, last in groups:
+        total, passing = total + count, passing + (count if transient else 0)
+        times += [checked(time, "time", "incidents", int, float) for time in (first, last)]
+        for counter, name in zip(counts, names, strict=True):
+            if name is not None:
+                counter[str(name)] += count
     samples = list(
         connection.rows(
             "SELECT sample_id, count(*), count(*) OVER () FROM incident "
@@ -189,19 +182,13 @@ def count_incidents(connection: Connection, filters: Mapping[str, Any], worst: i
             [*values, worst],
         )
     )
-    counts = [Counter[str]() for _ in range(4)]
-    for group in groups:
-        check_kinds({"first": group[6], "last": group[7]}, {"first": (int, float), "last": (int, float)}, "incidents")
-        for counter, name in zip(counts, group[:4], strict=True):
-            if name is not None:
-                counter[str(name)] += group[5]
     by_run, by_stage, by_cause, by_exception = (dict(counter.most_common()) for counter in counts)
     return Stats(
-        incidents=sum(group[5] for group in groups),
-        transient=sum(group[5] for group in groups if group[4]),
+        incidents=total,
+        transient=passing,
         samples=samples[0][2] if samples else 0,
-        first=min((group[6] for group in groups), default=None),
-        last=max((group[7] for group in groups), default=None),
+        first=min(times, default=None),
+        last=max(times, default=None),
         by_run=by_run,
         by_stage=by_stage,
         by_cause=by_cause,
@@ -228,48 +215,39 @@ class Answer:
 
 def ask(path: Path, question: str, values: Sequence[Any], limit: int | None, seconds: float) -> Answer:
     """Ask a question in SQL, for a limited time; nothing is changed, no other file is touched."""
-    file = LedgerFile(path, read_only=True)
-    try:
-        with file.reading(whole=True) as connection:
-            connection.execute("PRAGMA query_only = ON")
-            connection.set_authorizer(_only_reading)
-            meter = connection.meter
-            meter.clock, meter.until, meter.steps = time.monotonic, time.monotonic() + seconds, sys.maxsize
-            meter.characters = longest = 64 * MEGABYTE + 16 * file.size()
-            try:
-                cursor = connection.execute(question, values)
-                rows = list(connection.counted(islice(cursor, limit)))
-            except (sqlite3.ProgrammingError, sqlite3.Warning, TypeError, OverflowError, UnicodeEncodeError) as error:
-                raise _wrong(error) from error
-            except sqlite3.DatabaseError as error:
-                code = getattr(error, "sqlite_errorname", "")
-                if code in ("SQLITE_ERROR", "SQLITE_AUTH", "SQLITE_TOOBIG"):
-                    raise _wrong(error) from error
-                if code == "SQLITE_INTERRUPT" and not raised_in_sqlite:
-                    raise LedgerError(
-                        f"the question took longer than {seconds:g} seconds.",
-                        why="a question without an end must not hold up everything.",
-                        fix=f"ledger.sql(..., seconds={10 * seconds:g})   # or ask for less",
-                    ) from error
-                raise
-            except TooLong as error:
+    with closing(LedgerFile(path, read_only=True)) as file, file.reading(whole=True) as connection:
+        connection.execute("PRAGMA query_only = ON")
+        connection.set_authorizer(_only_reading)
+        meter = connection.meter
+        meter.clock, meter.until, meter.steps = time.monotonic, time.monotonic() + seconds, sys.maxsize
+        meter.characters = longest = 64 * MEGABYTE + 16 * file.size()
+        try:
+            cursor = connection.execute(question, values)
+            rows = list(connection.counted(islice(cursor, limit)))
+        except TooLong as error:
+            raise LedgerError(
+                f"the answer is longer than {longest:,} characters.",
+                why="it is kept in memory, and the file itself is far shorter.",
+                fix="ledger.sql(..., limit=100)   # or ask for less",
+            ) from error
+        except (sqlite3.Error, sqlite3.Warning, TypeError, OverflowError, UnicodeEncodeError) as error:
+            code = getattr(error, "sqlite_errorname", "")
+            if code == "SQLITE_INTERRUPT" and not raised_in_sqlite:
                 raise LedgerError(
-                    f"the answer is longer than {longest:,} characters.",
-                    why="it is kept in memory, and the file itself is far shorter.",
-                    fix="ledger.sql(..., limit=100)   # or ask for less",
+                    f"the question took longer than {seconds:g} seconds.",
+                    why="a question without an end must not hold up everything.",
+                    fix=f"ledger.sql(..., seconds={10 * seconds:g})   # or ask for less",
                 ) from error
-            return Answer(tuple(column[0] for column in cursor.description or ()), rows)
-    finally:
-        file.close()
+            wrong = not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.ProgrammingError)
+            if not wrong and code not in ("SQLITE_ERROR", "SQLITE_AUTH", "SQLITE_TOOBIG"):
+                raise
+            raise ArgumentValueError(
+                f"the question cannot be asked: {error}.",
+                why="it must be one SELECT on the views incidents, samples and runs (or the tables behind them).",
+                fix="SELECT cause, count(*) FROM incidents GROUP BY cause",
+            ) from error
+        return Answer(tuple(column[0] for column in cursor.description or ()), rows)
 
 
 def _only_reading(action: int, *_: str | None) -> int:
     return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
-
-
-def _wrong(error: Exception) -> ArgumentValueError:
-    return ArgumentValueError(
-        f"the question cannot be asked: {error}.",
-        why="it must be one SELECT on the views incidents, samples and runs (or the tables behind them).",
-        fix="SELECT cause, count(*) FROM incidents GROUP BY cause",
-    )

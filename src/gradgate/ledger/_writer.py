@@ -20,7 +20,7 @@ from gradgate.errors import LedgerError, LedgerWarning
 from gradgate.ledger import _runs
 from gradgate.ledger._file import LOCK, MEGABYTE, PATIENCE, Connection, LedgerFile
 from gradgate.ledger._runs import Run
-from gradgate.ledger._schema import COLUMNS, check_kinds, finite, from_row, name_text, to_row
+from gradgate.ledger._schema import COLUMNS, checked, finite, from_row, name_text, to_row
 from gradgate.ledger._select import blob
 from gradgate.records import Incident
 
@@ -234,7 +234,7 @@ def _pages(source: LedgerFile) -> Iterator[list[tuple[Any, ...]]]:
 def _copy_page(source: LedgerFile, target: LedgerFile, rows: list[tuple[Any, ...]], size: int) -> int:
     for row in rows:
         from_row(row[:-1])  # What is damaged in the source does not get into the target.
-        check_kinds({"snapshot": row[-1]}, {"snapshot": (str, NoneType)}, "an incident")
+        checked(row[-1], "snapshot", "an incident", str, NoneType)
     with source.reading(whole=True) as there, target.writing(size=size) as here:
         written = _insert(here, rows)
         # One at a time: together they may be larger than the memory.
