@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,13 +31,15 @@ def export_incidents(incidents: Iterable[Incident], target: Path | IO[bytes], fo
             why=f"the formats are {', '.join(FORMATS)}, taken from the end of the file's name.",
             fix='ledger.export("incidents.csv") or ledger.export("incidents.txt", format="csv")',
         )
-    write = FORMATS[format]
+    numbers = count()
+    counted = (incident for incident, _ in zip(incidents, numbers, strict=False))
     if not isinstance(target, Path):
-        return write(incidents, target)
+        FORMATS[format](counted, target)
+        return next(numbers)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
         with open(unfinished, "wb") as stream:
-            count = write(incidents, stream)
+            FORMATS[format](counted, stream)
         os.replace(unfinished, target)
     except LedgerError:
         raise
@@ -49,18 +51,15 @@ def export_incidents(incidents: Iterable[Incident], target: Path | IO[bytes], fo
         ) from error
     finally:
         unfinished.unlink(missing_ok=True)
-    return count
+    return next(numbers)
 
 
-def _csv(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
+def _csv(incidents: Iterable[Incident], stream: IO[bytes]) -> None:
     text = io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", newline="", write_through=True)
     writer = csv.writer(text)
     writer.writerow(_NAMES)
-    count = 0
-    for count, incident in enumerate(incidents, 1):  # noqa: B007 - counted
-        writer.writerow([_cell(value) for value in _values(incident).values()])
+    writer.writerows([_cell(value) for value in _values(incident).values()] for incident in incidents)
     text.detach()
-    return count
 
 
 def _values(incident: Incident) -> dict[str, Any]:
@@ -76,32 +75,32 @@ def _cell(value: object) -> object:
     return plain(value)
 
 
-def _json_lines(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
-    count = 0
-    for count, incident in enumerate(incidents, 1):  # noqa: B007 - counted
-        stream.write(json_text(incident.to_dict()).encode() + b"\n")
-    return count
+def _json_lines(incidents: Iterable[Incident], stream: IO[bytes]) -> None:
+    stream.writelines(json_text(incident.to_dict()).encode() + b"\n" for incident in incidents)
 
 
-def _parquet(incidents: Iterable[Incident], stream: IO[bytes]) -> int:
+def _parquet(incidents: Iterable[Incident], stream: IO[bytes]) -> None:
     arrow, parquet = _extra("parquet", "pyarrow"), _extra("parquet", "pyarrow.parquet")
-    kinds = {**dict.fromkeys(_NAMES, arrow.string()), "transient": arrow.bool_()}
-    kinds |= dict.fromkeys(_INTEGERS, arrow.int64()) | dict.fromkeys((*_REALS, "time"), arrow.float64())
-    schema = arrow.schema(list(kinds.items()))
-    count = 0
+    schema = arrow.schema(
+        _kinds(arrow.string(), arrow.bool_(), arrow.int64(), arrow.float64(), arrow.float64()).items()
+    )
+    rows = map(_values, incidents)
     with parquet.ParquetWriter(stream, schema) as writer:
-        for page in _pages(incidents, 50_000):
-            rows = [_values(incident) for incident in page]
-            writer.write_table(arrow.Table.from_pylist(rows, schema))
-            count += len(rows)
-    return count
+        while page := list(islice(rows, 50_000)):
+            writer.write_table(arrow.Table.from_pylist(page, schema))
+
+
+def _kinds(text: Any, boolean: Any, integer: Any, real: Any, time: Any) -> dict[str, Any]:
+    """Return the kind of each column, as another library calls it."""
+    kinds = {**dict.fromkeys(_NAMES, text), "transient": boolean, "time": time}
+    return kinds | dict.fromkeys(_INTEGERS, integer) | dict.fromkeys(_REALS, real)
 
 
 def pandas_frame(incidents: Iterable[Incident]) -> Any:
     """Return incidents as a frame of pandas; a NaN is a value, and what is missing is NA."""
     pandas, columns = _extra("pandas", "pandas"), _columns(incidents)
-    kinds = {**dict.fromkeys(_NAMES, "string"), "transient": "bool"} | dict.fromkeys(_INTEGERS, "Int64")
-    series = {name: pandas.array(columns[name], dtype=kinds[name]) for name in _NAMES if name not in (*_REALS, "time")}
+    kinds = _kinds("string", "bool", "Int64", None, None)
+    series = {name: pandas.array(columns[name], dtype=kind) for name, kind in kinds.items() if kind is not None}
     numpy = import_module("numpy")
     for name in _REALS:  # By hand: `pandas.array` takes NaN for a missing value.
         missing = numpy.array([value is None for value in columns[name]], dtype=bool)
@@ -113,8 +112,7 @@ def pandas_frame(incidents: Iterable[Incident]) -> Any:
 
 def polars_frame(incidents: Iterable[Incident]) -> Any:
     polars, columns = _extra("polars", "polars"), _columns(incidents)
-    kinds = {**dict.fromkeys(_NAMES, polars.String), "transient": polars.Boolean}
-    kinds |= dict.fromkeys((*_INTEGERS, "time"), polars.Int64) | dict.fromkeys(_REALS, polars.Float64)
+    kinds = _kinds(polars.String, polars.Boolean, polars.Int64, polars.Float64, polars.Int64)
     frame = polars.DataFrame(columns, schema=kinds)
     return frame.with_columns(polars.col("time").cast(polars.Datetime("us", "UTC")))
 
@@ -138,13 +136,7 @@ def _extra(extra: str, module: str) -> Any:
         ) from error
 
 
-def _pages(incidents: Iterable[Incident], size: int) -> Iterator[list[Incident]]:
-    iterator = iter(incidents)
-    while page := list(islice(iterator, size)):
-        yield page
-
-
-FORMATS: dict[str, Callable[[Iterable[Incident], IO[bytes]], int]] = {
+FORMATS: dict[str, Callable[[Iterable[Incident], IO[bytes]], None]] = {
     "csv": _csv,
     "jsonl": _json_lines,
     "parquet": _parquet,

@@ -24,11 +24,10 @@ from typing import Any
 from gradgate._text import user_level
 from gradgate.errors import LedgerError, LedgerWarning
 from gradgate.ledger import _schema
+from gradgate.ledger._schema import RECOVER
 
-try:
+with suppress(ImportError):  # Not on Windows, where a file in use cannot be moved away either.
     import fcntl
-except ImportError:  # On Windows, where a file in use cannot be moved away either.
-    fcntl = None  # type: ignore[assignment]
 
 LOCK = threading.RLock()  # held around every use of every ledger of this process
 
@@ -151,7 +150,7 @@ class LedgerFile:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MEGABYTE + size)
             connection.execute(f"PRAGMA busy_timeout = {int(1000 * (PATIENCE if patience is None else patience))}")
             connection.execute("BEGIN IMMEDIATE")
-            try:
+            with connection:
                 # Another program may have changed the schema since it was checked; now nobody can.
                 version = connection.execute("PRAGMA schema_version").fetchone()[0]
                 if version != connection.schema_version:
@@ -159,11 +158,6 @@ class LedgerFile:
                         _schema.check(connection, writing=True)
                     connection.schema_version = version
                 yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
             if time.monotonic() > self._settled + SETTLE_AFTER:
                 self._settle(connection)
 
@@ -188,14 +182,19 @@ class LedgerFile:
         left = False
         if self._connection is not None and self._identity != (identity := _identity(self.path)):
             if identity is None and not os.path.isdir(self.path.parent):
-                raise _no_folder(self.path)  # It may come back, with the file in it.
+                raise _cannot_open(self.path, self.path.parent)  # It may come back, with the file in it.
             # A file that was moved or deleted would go on taking rows that are never read.
             left = not self.read_only
             if left:
                 self._settle(self._connection)  # What was written goes with the file, not with its log.
             self.close()
         if self._connection is None:
-            self._connection = self._open()
+            try:
+                self._connection = (_open_to_read if self.read_only else _open_to_write)(self.path)
+            except LedgerError:
+                raise
+            except OSError as error:  # Such as a folder that may no longer be entered.
+                raise _explained_error("SQLITE_CANTOPEN", f"cannot be opened: {error.strerror}", self.path) from error
             self._identity = _identity(self.path)
         if left:
             warnings.warn(
@@ -213,15 +212,6 @@ class LedgerFile:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self._settled = time.monotonic()
 
-    def _open(self) -> Connection:
-        try:
-            return (_open_to_read if self.read_only else _open_to_write)(self.path)
-        except LedgerError:
-            raise
-        except OSError as error:  # Such as a folder that may no longer be entered.
-            what = f"the ledger {self.path} cannot be opened: {error.strerror}."
-            raise LedgerError(what, why=_CANNOT_OPEN[0], fix=_CANNOT_OPEN[1].replace("FILE", str(self.path))) from error
-
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
@@ -229,41 +219,35 @@ class LedgerFile:
         except (sqlite3.Error, UnicodeDecodeError, MemoryError) as error:
             if raised_in_sqlite:
                 raise raised_in_sqlite.pop() from None
-            if getattr(error, "sqlite_errorname", "").startswith(_LASTING):
+            # Python's own errors are over a text that is no text, or that is too long.
+            code = getattr(error, "sqlite_errorname", "") if isinstance(error, sqlite3.Error) else "SQLITE_CORRUPT"
+            if code.startswith(_LASTING):
                 self.close()  # A connection does not recover from these; a new one may.
-            raise _explain(error, self.path) from error
+            raise _explained_error(code, f"failed: {str(error) or type(error).__name__}", self.path) from error
 
 
-def _explain(error: Exception, path: Path) -> LedgerError:
-    """Say what an SQLite error means (or Python's own over a text that is no text) and what to do about it."""
-    damaged = isinstance(error, UnicodeDecodeError | MemoryError)
-    code = "SQLITE_CORRUPT" if damaged else getattr(error, "sqlite_errorname", "")
-    other = ("", "SQLite could not do what it was asked.", _RECOVER)
-    _, why, fix = next((meaning for meaning in _MEANINGS if code.startswith(meaning[0])), other)
-    what = str(error) or type(error).__name__
-    return LedgerError(f"the ledger {path} failed: {what}.", why=why, fix=fix.replace("FILE", str(path)))
+def _explained_error(code: str, what: str, path: Path) -> LedgerError:
+    """Say what an error code of SQLite means, and what to do about it."""
+    *_, why, fix = next(meaning for meaning in _MEANINGS if code.startswith(meaning[0]))
+    return LedgerError(f"the ledger {path} {what}.", why=why, fix=fix.replace("FILE", str(path)))
 
 
-_RECOVER = 'sqlite3 FILE ".recover" | sqlite3 RECOVERED   # saves what can be read'
-_READ_ONLY = ("the file or its folder is read-only for this process.", "gg.Ledger(path, read_only=True)")
-_CANNOT_OPEN = ("the file or its folder cannot be opened with the rights of this process.", "ls -l FILE")
 _MEANINGS = (
     ("SQLITE_NOTADB", "it is not a ledger: not even an SQLite file.", 'gg.Ledger("run.ledger")   # another path'),
-    ("SQLITE_CORRUPT", "the file is damaged.", _RECOVER),
-    ("SQLITE_TOOBIG", "it holds a longer value than any ledger writes: it is damaged.", _RECOVER),
+    ("SQLITE_CORRUPT", "the file is damaged.", RECOVER),
+    ("SQLITE_TOOBIG", "it holds a longer value than any ledger writes: it is damaged.", RECOVER),
     ("SQLITE_FULL", "the disk is full.", "free some space on the disk, or choose a path on another one"),
-    ("SQLITE_READONLY", *_READ_ONLY),
-    ("SQLITE_CANTOPEN", *_CANNOT_OPEN),
+    ("SQLITE_READONLY", "the file or its folder is read-only for this process.", "gg.Ledger(path, read_only=True)"),
+    ("SQLITE_CANTOPEN", "the file or its folder cannot be opened with the rights of this process.", "ls -l FILE"),
     ("SQLITE_BUSY", "another process holds it for longer than this one waits.", "try again, or give each rank a file"),
-    ("SQLITE_INTERRUPT", "it took longer than it may, or than a sound file of this size needs.", _RECOVER),
+    ("SQLITE_INTERRUPT", "it took longer than it may, or than a sound file of this size needs.", RECOVER),
     (
         "SQLITE_IOERR",
         "the disk failed, or the file was moved away while it was in use.",
         "check the disk; network file systems are not safe for SQLite",
     ),
+    ("", "SQLite could not do what it was asked.", RECOVER),
 )
-
-
 _LASTING = ("SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL")
 
 
@@ -280,71 +264,62 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return None
 
 
+def _cannot_open(path: Path, folder: Path) -> LedgerError:
+    taken = folder.is_dir()
+    return LedgerError(
+        f"the ledger {path} cannot be opened: {'it is a folder' if taken else f'there is no folder {folder}'}.",
+        why="a ledger is one file in a folder that exists.",
+        fix=f"gg.Ledger({str(path / 'run.ledger')!r})" if taken else f"Path({str(folder)!r}).mkdir(parents=True)",
+    )
+
+
 def _open_to_write(path: Path) -> Connection:
-    if path.is_dir():
-        raise LedgerError(
-            f"the ledger {path} cannot be opened: it is a folder.",
-            why="a ledger is one file in a folder that exists.",
-            fix=f"gg.Ledger({str(path / 'run.ledger')!r})",
-        )
-    if not path.parent.is_dir():
-        raise _no_folder(path)
+    for folder, right in ((path.parent, True), (path, False)):
+        if folder.is_dir() is not right:
+            raise _cannot_open(path, folder)
     if _size(str(path)):
-        return _opened_to_write(path)
+        return _opened(path, "mode=rwc")
     with _alone_in(path.parent) as alone:
         if alone and not _size(str(path)):
             # Logs without a file are those of one that was moved away. A process that still uses it keeps them open.
             for end in ("-wal", "-shm"):
                 with suppress(OSError):
                     os.unlink(f"{path}{end}")
-        return _opened_to_write(path)
-
-
-def _no_folder(path: Path) -> LedgerError:
-    return LedgerError(
-        f"the ledger {path} cannot be opened: there is no folder {path.parent}.",
-        why="a ledger is one file in a folder that exists.",
-        fix=f"Path({str(path.parent)!r}).mkdir(parents=True)",
-    )
-
-
-def _opened_to_write(path: Path) -> Connection:
-    connection = _connection(path, "mode=rwc")
-    try:
-        with _named(path):
-            _schema.upgrade(connection)
-            _schema.check(connection, writing=True)
-        _write_ahead(connection)
-        # A killed process loses nothing; a power cut may lose the last moments, never the file.
-        connection.execute("PRAGMA synchronous = NORMAL")
-        if not os.access(path, os.W_OK):  # SQLite has opened it for reading without a word.
-            raise LedgerError(f"the ledger {path} cannot be written.", why=_READ_ONLY[0], fix=_READ_ONLY[1])
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        return _opened(path, "mode=rwc")
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[bool]:
     """Let one process at a time make a ledger in a folder; yield whether the lock could be taken."""
-    handle = None
-    until = time.monotonic() + PATIENCE
     try:
-        while fcntl is not None:
-            try:
-                handle = os.open(folder, os.O_RDONLY) if handle is None else handle
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:  # Taken, or such locks do not exist on this file system.
-                if not isinstance(error, BlockingIOError) or time.monotonic() > until:
-                    yield False
-                    return
-            time.sleep(0.005)
-        yield handle is not None
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # On Windows, folders cannot be opened.
+        yield False
+        return
+    try:
+        yield _locked(handle)
     finally:
-        if handle is not None:
-            os.close(handle)
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    for _ in _tries():
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            continue
+        except OSError:  # Such locks do not exist on this file system.
+            break
+    return False
+
+
+def _tries() -> Iterator[None]:
+    """Wait a moment between two tries, until patience is at its end."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        yield
+        time.sleep(0.005)
 
 
 def _open_to_read(path: Path) -> Connection:
@@ -355,20 +330,29 @@ def _open_to_read(path: Path) -> Connection:
             fix=f"ls {path.parent}   # which files are there?",
         )
     try:
-        return _checked(path, "mode=ro")
+        return _opened(path, "mode=ro")
     except sqlite3.OperationalError:
         # Reading in WAL mode writes beside the file. Where that is forbidden, and nothing waits there to be read,
         # the file can be taken as it is.
         if _size(f"{path}-wal"):
             raise
-    return _checked(path, "mode=ro&immutable=1")
+    return _opened(path, "mode=ro&immutable=1")
 
 
-def _checked(path: Path, how: str) -> Connection:
+def _opened(path: Path, how: str) -> Connection:
     connection = _connection(path, how)
+    writing = how == "mode=rwc"
     try:
         with _named(path):
-            _schema.check(connection, writing=False)
+            if writing:
+                _schema.upgrade(connection)
+            _schema.check(connection, writing=writing)
+        if writing:
+            _write_ahead(connection)
+            # A killed process loses nothing; a power cut may lose the last moments, never the file.
+            connection.execute("PRAGMA synchronous = NORMAL")
+            if not os.access(path, os.W_OK):  # SQLite has opened it for reading without a word.
+                raise _explained_error("SQLITE_READONLY", "cannot be written", path)
     except BaseException:
         connection.close()
         raise
@@ -388,13 +372,10 @@ def _connection(path: Path, how: str) -> Connection:
     connection.meter.allow(_size(str(path)) + _size(f"{path}-wal"))
     connection.set_progress_handler(connection.meter.check, STEPS)
     # Nothing in a file from someone else may run: no function, no trigger; and its pages are checked twice.
-    for limit, value in (
-        (sqlite3.SQLITE_LIMIT_LENGTH, MEGABYTE),
-        (sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 0),
-        (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
-        (sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 200),
-    ):
-        connection.setlimit(limit, value)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MEGABYTE)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 0)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 200)
     if sys.version_info >= (3, 12):
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
     connection.execute("PRAGMA trusted_schema = OFF")
@@ -404,17 +385,14 @@ def _connection(path: Path, how: str) -> Connection:
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
     """Switch to write-ahead logging; several processes may be doing so at this moment."""
-    until = time.monotonic() + PATIENCE
-    while True:
+    for _ in _tries():
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             return
         except sqlite3.OperationalError as error:
             if not error.sqlite_errorname.startswith("SQLITE_BUSY"):
                 raise
-            if time.monotonic() > until:
-                return  # The rollback journal that is in force is as safe, only slower.
-        time.sleep(0.005)
+    # Where it cannot be done, the rollback journal that is in force is as safe, only slower.
 
 
 @contextmanager

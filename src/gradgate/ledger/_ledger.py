@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Literal, Unpack
@@ -41,7 +42,8 @@ class Ledger:
         read_only: Only read: the file must be there, and nothing is changed.
 
     Raises:
-        LedgerError: The file cannot be opened, is not a ledger, or was written by a newer gradgate.
+        LedgerError: The file cannot be opened, is not a ledger, or was written by a newer gradgate. Methods raise it
+            where the file cannot be read, or a decision or a merge cannot be written.
 
     Examples:
         >>> import tempfile
@@ -63,14 +65,10 @@ class Ledger:
         snapshot_limit: int = 256 * 2**20,
         read_only: bool = False,
     ) -> None:
-        try:
-            self.path = Path(path)
-        except TypeError:
-            self.path = Path()
-        if not self.path.name or self.path.name == ":memory:":
-            raise ArgumentValueError(
-                f"Ledger(): `path` is {path!r}.", why="a ledger is a file.", fix='gg.Ledger("run.ledger")'
-            )
+        self.path = Path(path) if isinstance(path, str | os.PathLike) else Path()
+        if self.path.name in ("", ":memory:"):
+            what = f"Ledger(): `path` is {path!r}."
+            raise ArgumentValueError(what, why="a ledger is a file.", fix='gg.Ledger("run.ledger")')
         self.payload, self.payload_limit = payload, payload_limit
         self.snapshot, self.snapshot_limit = snapshot, snapshot_limit
         self.read_only = read_only
@@ -139,11 +137,7 @@ class Ledger:
         self._writer.add([self._entry(incident, (payloads or {}).get(incident.id), snapshot) for incident in incidents])
 
     def flush(self) -> None:
-        """Write what is only in memory, if anything is.
-
-        Raises:
-            LedgerError: The file still cannot be written.
-        """
+        """Write what is only in memory, if anything is."""
         self._writer.flush()
 
     def release(self, sample_id: object, reason: str = "") -> bool:
@@ -155,9 +149,6 @@ class Ledger:
 
         Returns:
             Whether it was known to be bad.
-
-        Raises:
-            LedgerError: The file cannot be written.
         """
         sample = name_text(sample_id)
         self._writer.flush()
@@ -174,9 +165,6 @@ class Ledger:
             kind: "skip" or "retry".
             sample_ids: The samples.
             epoch: The epoch.
-
-        Raises:
-            LedgerError: The file cannot be written.
         """
         decisions = [decide(kind, name_text(sample), self.run, epoch) for sample in sample_ids]
         if decisions:
@@ -194,21 +182,14 @@ class Ledger:
 
         Raises:
             ArgumentTypeError: `other` is neither.
-            LedgerError: One of the files cannot be used.
         """
         if not isinstance(other, Ledger | str | os.PathLike):
-            raise ArgumentTypeError(
-                f"merge(): `other` is {other!r}.",
-                why="it is another ledger, or the path of one.",
-                fix='ledger.merge("rank1.ledger")',
-            )
+            what, why = f"merge(): `other` is {other!r}.", "it is another ledger, or the path of one."
+            raise ArgumentTypeError(what, why=why, fix='ledger.merge("rank1.ledger")')
         self._writer.flush()
         path = (other.path if isinstance(other, Ledger) else Path(other)).absolute()
-        source = LedgerFile(path, read_only=True)
-        try:
+        with closing(LedgerFile(path, read_only=True)) as source:
             return merge_files(source, self._file)
-        finally:
-            source.close()
 
     def incidents(
         self, *, limit: int | None = None, newest_first: bool = False, **filters: Unpack[Filters]
@@ -221,12 +202,8 @@ class Ledger:
             **filters: Which ones: `run`, `cause`, `stage`, `sample_id`, `transient`; `since` and `until` (before) as
                 seconds, a datetime, ISO text, or an age such as "2h".
 
-        Returns:
-            The incidents.
-
         Raises:
             ArgumentValueError: `limit` is negative.
-            LedgerError: The file cannot be read.
         """
         if limit is not None and limit < 0:
             what = f"incidents(): `limit` is {limit}."
@@ -242,36 +219,26 @@ class Ledger:
         Args:
             incident_id: Its id, or the beginning of it if that fits no other.
 
-        Returns:
-            The incident.
-
         Raises:
             NothingMatchedError: There is no such incident, or several begin so.
-            LedgerError: The file cannot be read.
         """
         with self._file.reading() as connection:
             return _select.one_incident(connection, incident_id)
 
     def payload_of(self, incident_id: str) -> bytes | None:
-        """Return the stored sample of an incident.
+        """Return the stored sample of an incident as bytes, or None if it was not stored.
 
         Args:
             incident_id: The incident's id.
-
-        Returns:
-            The sample as bytes, or None if it was not stored.
         """
         with self._file.reading(whole=True) as connection:
             return _select.blob(connection, "SELECT data FROM payload WHERE incident = ?", incident_id)
 
     def snapshot_of(self, incident_id: str) -> bytes | None:
-        """Return the stored weights and random state of an incident.
+        """Return the stored weights and random state of an incident as bytes, or None if they were not stored.
 
         Args:
             incident_id: The incident's id.
-
-        Returns:
-            They as bytes, or None if they were not stored.
         """
         question = "SELECT data FROM snapshot WHERE digest = (SELECT snapshot FROM incident WHERE id = ?)"
         with self._file.reading(whole=True) as connection:
@@ -280,7 +247,7 @@ class Ledger:
     def bad_ids(
         self, min_count: int = 1, cause: str | None = None, *, retry_after: int | None = None, epoch: int | None = None
     ) -> set[str]:
-        """Return the samples that are known to be bad: with incidents that are not transient and not released since.
+        """Return the ids of bad samples, as text: those with incidents that are not transient and not released since.
 
         Args:
             min_count: How many such incidents make a sample bad.
@@ -289,12 +256,8 @@ class Ledger:
                 one whose epoch was not recorded gets none.
             epoch: The epoch that begins now, for `retry_after`.
 
-        Returns:
-            The samples' ids, as text.
-
         Raises:
             ArgumentValueError: `min_count` is not positive, or `retry_after` is given without `epoch`.
-            LedgerError: The file cannot be read.
         """
         if min_count < 1:
             what = f"bad_ids(): `min_count` is {min_count}."
@@ -312,19 +275,18 @@ class Ledger:
                 count, last = found.get(incident.sample_id, (0, None))
                 epochs = [value for value in (last, incident.epoch) if value is not None]
                 found[incident.sample_id] = count + 1, max(epochs, default=None)
-        bad = {sample for sample, (count, _) in found.items() if count >= min_count}
-        if retry_after is not None and epoch is not None:
-            bad = {sample for sample in bad if (last := found[sample][1]) is None or epoch <= last + retry_after}
-        return bad
+        return {
+            sample
+            for sample, (count, last) in found.items()
+            if count >= min_count
+            and (retry_after is None or epoch is None or last is None or epoch <= last + retry_after)
+        }
 
     def decisions(self, sample_id: object = None) -> list[Decision]:
         """Return what was decided about samples, in the order of time.
 
         Args:
             sample_id: Only about this sample.
-
-        Returns:
-            The decisions.
         """
         with self._file.reading() as connection:
             return _runs.read_decisions(connection, sample_id)
@@ -334,21 +296,15 @@ class Ledger:
 
         Args:
             losses: Samples and their losses, in the order of time. What is not finite is passed over.
-
-        Raises:
-            LedgerError: The file cannot be written.
         """
         with self._file.writing() as connection:
             _runs.write_losses(connection, losses)
 
     def hardest(self, k: int = 10) -> list[SampleHistory]:
-        """Return the samples with the largest losses, by the median of the last three.
+        """Return the samples with the largest losses, by the median of the last three, the hardest first.
 
         Args:
             k: How many.
-
-        Returns:
-            The hardest first.
 
         Raises:
             ArgumentValueError: `k` is negative.
@@ -370,25 +326,22 @@ class Ledger:
 
         High is a median of the last three losses that is `threshold` deviations above the median of all samples (1.4826
         times the median absolute deviation). A loss falls if the later half is a fifth below the earlier one. Samples
-        with fewer than four losses are not judged.
+        with fewer than four losses are not judged. The hardest comes first.
 
         Args:
             threshold: How many deviations.
-
-        Returns:
-            The hardest first.
         """
         with self._file.reading() as connection:
             return _runs.suspicious_of(_runs.read_histories(connection), threshold)
 
     def stats(self, **filters: Unpack[Filters]) -> Stats:
-        """Count the incidents by run, stage, cause and exception, and name the worst samples.
+        """Count the incidents in the file by run, stage, cause and exception, and name the worst samples.
 
         Args:
             **filters: Which incidents, as in `incidents`.
 
         Returns:
-            The counts, of what is in the file.
+            The counts.
         """
         with self._file.reading() as connection:
             return _select.count_incidents(connection, filters)
@@ -410,7 +363,7 @@ class Ledger:
 
         Raises:
             ArgumentValueError: There is no such format, or the path is the ledger itself.
-            LedgerError: A file cannot be read or written, or pyarrow is missing.
+            LedgerError: The file cannot be written, or pyarrow is missing.
         """
         target = Path(path) if isinstance(path, str | os.PathLike) else path
         if isinstance(target, Path) and target.absolute() == self._file.path:
@@ -429,27 +382,19 @@ class Ledger:
         Args:
             **filters: Which incidents, as in `incidents`.
 
-        Returns:
-            The data frame.
-
         Raises:
-            LedgerError: The file cannot be read, or pandas is missing (`pip install 'gradgate[pandas]'`).
+            LedgerError: Pandas is missing (`pip install 'gradgate[pandas]'`).
         """
         return pandas_frame(self.incidents(**filters))
 
     def to_polars(self, **filters: Unpack[Filters]) -> Any:
-        """Return the incidents as a data frame of polars, one row each, in the order of time.
-
-        The columns are the attributes of `Incident`; `time` is in UTC, `details` is JSON.
+        """Return the incidents as a data frame of polars, with the columns of `to_pandas`.
 
         Args:
             **filters: Which incidents, as in `incidents`.
 
-        Returns:
-            The data frame.
-
         Raises:
-            LedgerError: The file cannot be read, or polars is missing (`pip install 'gradgate[polars]'`).
+            LedgerError: Polars is missing (`pip install 'gradgate[polars]'`).
         """
         return polars_frame(self.incidents(**filters))
 
@@ -469,16 +414,12 @@ class Ledger:
 
         Raises:
             ArgumentValueError: The SQL is wrong, or does more than read.
-            LedgerError: It took too long, or the file cannot be read.
+            LedgerError: It took too long.
         """
         return _select.ask(self._file.path, question, values, limit, seconds)
 
     def runs(self) -> list[Run]:
-        """Return all runs that wrote to this file, the first first.
-
-        Returns:
-            The runs.
-        """
+        """Return all runs that wrote to this file, the first first."""
         with self._file.reading() as connection:
             return _runs.read_runs(connection)
 

@@ -98,16 +98,19 @@ class Writer:
             self._failed = False
 
     def _write(self, entries: list[Entry]) -> None:
-        size = sum(entry.weight for entry in entries) + 1000 * len(entries)
-        patience = PATIENCE_AFTER_FAILURE if self._failed else PATIENCE
-        with self.file.writing(patience, size=MEGABYTE + 4 * size) as connection:
+        weight = sum(entry.weight for entry in entries)
+        with self.file.writing(self._patience, size=MEGABYTE + 4 * weight + 4000 * len(entries)) as connection:
             runs = {name_text(entry.incident.run or self.run.name) for entry in entries}
             for name in runs:  # An incident may say itself which run it is of.
                 _runs.write_run(connection, replace(self.run, name=name))
             write_entries(connection, entries)
         del self._waiting[: len(entries)]  # Not all: a signal handler may have added some meanwhile.
-        self._kept -= sum(entry.weight for entry in entries)
+        self._kept -= weight
         self._runs |= runs
+
+    @property
+    def _patience(self) -> float:
+        return PATIENCE_AFTER_FAILURE if self._failed else PATIENCE
 
     def close(self) -> None:
         """Write what is left and the end of the run, and close the file; warn if something is lost."""
@@ -116,7 +119,7 @@ class Writer:
             try:
                 self.flush()
                 if self._runs:
-                    with self.file.writing(PATIENCE_AFTER_FAILURE if self._failed else PATIENCE) as connection:
+                    with self.file.writing(self._patience) as connection:
                         for name in self._runs:
                             _runs.finish_run(connection, name, time.time())
             except LedgerError as error:
