@@ -65,7 +65,10 @@ class Ledger:
         snapshot_limit: int = 256 * 2**20,
         read_only: bool = False,
     ) -> None:
-        self.path = Path(path) if isinstance(path, str | os.PathLike) else Path()
+        try:
+            self.path = Path(path)
+        except TypeError:
+            self.path = Path()
         if self.path.name in ("", ":memory:"):
             what = f"Ledger(): `path` is {path!r}."
             raise ArgumentValueError(what, why="a ledger is a file.", fix='gg.Ledger("run.ledger")')

@@ -189,8 +189,7 @@ _LARGEST = 2**63 - 1
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (int,), "float": (float, int)}  # others are text
 
 
-@cache
-def columns(record: type[Record]) -> tuple[str, ...]:
+def columns(record: Any) -> tuple[str, ...]:
     """Return the columns of a record, in the order of its attributes; `place` is `where`, which is a word of SQL."""
     return tuple("place" if name == "where" else name for name in record.__dataclass_fields__)
 
@@ -225,9 +224,10 @@ def to_row(incident: Incident) -> tuple[Any, ...]:
 
 def from_row(row: Sequence[Any], record: type[R] = Incident) -> R:  # type: ignore[assignment]
     """Read a row; a value of a kind that no ledger writes is a LedgerError, because it must not pass as evidence."""
-    wrong = _first_wrong(record, tuple(map(type, row)))
-    values = dict(zip(record.__dataclass_fields__, row, strict=True))
-    if wrong is None and record is Incident:
+    kind: Any = record
+    wrong = _first_wrong(kind, tuple(map(type, row)))
+    values = dict(zip(kind.__dataclass_fields__, row, strict=True))
+    if wrong is None and kind is Incident:
         values["transient"] = bool(values["transient"])
         for name in ("loss", "grad_norm"):
             number = values[name]
@@ -236,8 +236,8 @@ def from_row(row: Sequence[Any], record: type[R] = Incident) -> R:  # type: igno
             elif number is not None:
                 values[name] = float(number)
     if wrong is not None:
-        of = "an incident" if record is Incident else f"a {record.__name__.lower()}"
-        checked(row[wrong], columns(record)[wrong], of)
+        of = "an incident" if kind is Incident else f"a {record.__name__.lower()}"
+        checked(row[wrong], columns(kind)[wrong], of)
     for name in ("details", "arguments"):
         if name in values:
             values[name] = read_json(values[name])
@@ -245,9 +245,9 @@ def from_row(row: Sequence[Any], record: type[R] = Incident) -> R:  # type: igno
 
 
 @lru_cache(1024)
-def _first_wrong(record: type[Record], kinds: tuple[type, ...]) -> int | None:
+def _first_wrong(record: Any, kinds: tuple[type, ...]) -> int | None:
     """Find the first column that is of a wrong kind; the rows of a ledger have few combinations of kinds."""
-    for place, (field, kind) in enumerate(zip(fields(record), kinds, strict=True)):  # type: ignore[arg-type]
+    for place, (field, kind) in enumerate(zip(fields(record), kinds, strict=True)):
         name, _, none = str(field.type).partition(" | ")
         nan = (str,) if field.name in ("loss", "grad_norm") else ()
         if kind not in (*_KINDS.get(name, (str,)), *nan, *((NoneType,) if none else ())):

@@ -69,7 +69,7 @@ def _given(filters: Mapping[str, Any]) -> dict[str, Any]:
 
 def moment(value: Moment) -> float:
     """Return a time as seconds since the epoch of the clock; text without a zone is local time."""
-    if type(value) in (int, float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     try:
         if isinstance(value, str):

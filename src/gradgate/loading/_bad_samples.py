@@ -58,47 +58,37 @@ class Attempts:
     retries: int = 0
     backoff: float = 0.0
 
-    def load(self, load: Callable[[Any], Any], index: Any) -> tuple[Any, BadSample | None]:
+    def load(self, load: Callable[[int], Any], index: Any) -> tuple[Any, BadSample | None]:
         """Load one sample; give it or its marker, and the marker of what went wrong before a retry passed."""
         samples, retried = self.load_all(load, [index])
         return samples[0], retried.get(0)
 
-    def load_all(self, load: Callable[[Any], Any], indices: Sequence[Any]) -> tuple[list[Any], dict[int, BadSample]]:
-        """Load samples one by one; give samples or markers, and by row the markers of what passed at a retry."""
+    def load_all(self, load: Callable[[int], Any], indices: Sequence[Any]) -> tuple[list[Any], dict[int, BadSample]]:
+        """Load samples by their rows; give samples or markers, and by row the markers of what passed at a retry."""
         samples: list[Any] = []
         retried: dict[int, BadSample] = {}
+        errors: list[Exception] = []  # of the sample at hand
         while len(samples) < len(indices):
             try:
                 # The loop is inside: on the healthy path it costs what the plain loader's does.
-                for index in indices[len(samples) :]:
-                    samples.append(load(index))
+                for row in range(len(samples), len(indices)):
+                    samples.append(load(row))
+                    if errors:
+                        cause, tries = "exception, gone at a retry", len(errors)
+                        retried[row] = mark(errors[0], indices[row], cause, transient=True, retries=tries)
+                        errors = []
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except (*self.catch, *self.retry_on) as error:
-                row = len(samples)
-                sample, before = self._again(load, indices[row], error)
-                samples.append(sample)
-                if before is not None:
-                    retried[row] = before
+                errors.append(error)
+                if isinstance(error, self.retry_on) and len(errors) <= self.retries:
+                    sleep(self.backoff * 2 ** (len(errors) - 1))
+                    continue
+                if not isinstance(error, self.catch):
+                    raise
+                samples.append(mark(error, indices[len(samples)]))
+                errors = []
         return samples, retried
-
-    def _again(self, load: Callable[[Any], Any], index: Any, error: Exception) -> tuple[Any, BadSample | None]:
-        first = error
-        for number in range(self.retries):
-            if not isinstance(error, self.retry_on):
-                break
-            sleep(self.backoff * 2**number)
-            try:
-                sample = load(index)
-            except (MemoryError, torch.OutOfMemoryError):
-                raise
-            except (*self.catch, *self.retry_on) as again:
-                error = again
-            else:
-                return sample, mark(first, index, "exception, gone at a retry", transient=True, retries=number + 1)
-        if not isinstance(error, self.catch):
-            raise error
-        return mark(error, index), None
 
 
 def mark(
@@ -129,21 +119,29 @@ def name_of(names: Names, index: Any) -> str:
     return as_text(names(index) if callable(names) else names[index])  # as the ledger writes it: 3 for tensor(3)
 
 
-def check_names(names: Sequence[object], samples: int, function: str, *, right: bool) -> None:
-    """Refuse names that are not those of the samples, before the first one is asked for."""
-    if not right:
-        raise ArgumentValueError(
-            f"{function}(): there are {len(names)} names in `ids`, but {samples} samples.",
-            why="each sample has one name.",
-            fix="ids=[name_of(index) for index in range(len(dataset))]",
-        )
+def names_for(dataset: Any, ids: Names, function: str, *, more: bool = False) -> Names:
+    """Return the names of samples: those that were given, or the dataset's own; `more` allows for names to spare."""
+    if isinstance(ids, Sequence) and not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__"):
+        samples = len(dataset)
+        if len(ids) < samples or (len(ids) > samples and not more):
+            raise ArgumentValueError(
+                f"{function}(): there are {len(ids)} names in `ids`, but {samples} samples.",
+                why="each sample has one name.",
+                fix="ids=[name_of(index) for index in range(len(dataset))]",
+            )
+    return getattr(dataset, "sample_id", None) if ids is None else ids
+
+
+def this_rank() -> tuple[int, int]:
+    """Return the rank of this process, and how many processes there are."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
 
 
 class LoadingLog:
     def __init__(self, dataset: Any, ids: Names, sink: Sink | None) -> None:
-        if isinstance(ids, Sequence) and not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__"):
-            check_names(ids, len(dataset), "resilient", right=len(ids) >= len(dataset))
-        self._names: Names = getattr(dataset, "sample_id", None) if ids is None else ids
+        self._names = names_for(dataset, ids, "resilient", more=True)
         self.sink = sink
         self._incidents: list[Incident] = []
 
@@ -162,19 +160,16 @@ class LoadingLog:
 
     def record(self, bad: Sequence[BadSample], rows: Sequence[int | None] = (None,), **common: Any) -> list[Incident]:
         """Write down the bad samples of one batch, with what they share, such as step and epoch."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            common |= {"rank": torch.distributed.get_rank(), "world_size": torch.distributed.get_world_size()}
-        incidents = [
-            replace(marker.incident, sample_id=self.name(marker.index), row=row, **common)
-            for marker, row in zip(bad, rows, strict=True)
-        ]
-        for incident in incidents:
+        common["rank"], common["world_size"] = this_rank()
+        incidents = []
+        for marker, row in zip(bad, rows, strict=True):
+            incident = replace(marker.incident, sample_id=self.name(marker.index), row=row, **common)
             end = "loaded at a retry" if incident.transient else "left out while loading"
             what = f"{incident.exception_type}: {incident.message} ({incident.where or incident.cause})"
             log_line(f"sample {incident.sample_id} {end}: {what}")
-        for marker in bad:
             if marker.exception is not None:
                 marker.exception.with_traceback(None)  # it holds the frames, and with them the samples of the batch
+            incidents.append(incident)
         self._incidents += incidents
         if self.sink is not None and incidents:
             self.sink.record_many(incidents)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
@@ -85,7 +86,7 @@ class ResilientDataset(_Noting, Dataset[Any]):
     """
 
     def __getitem__(self, index: Any) -> Any:
-        sample, retried = self._attempts.load(lambda index: self._dataset[index], index)
+        sample, retried = self._attempts.load(lambda _: self._dataset[index], index)
         self._noted(retried)
         return self._noted(sample)
 
@@ -134,23 +135,18 @@ def _steps(stream: Any, attempts: Attempts) -> Iterator[tuple[Any, Any]]:
 
 
 @dataclass(slots=True)
-class Fetched:
-    """Samples or their markers with their indices; `skipped` were passed over, `retried` passed at a retry."""
+class Report:
+    """What became of the samples of a batch; `samples` and their markers are in it until the batch is collated.
+
+    By row, `bad` has the markers of those that are not in the batch. `skipped` were passed over before it, and
+    `retried` passed at a retry.
+    """
 
     indices: list[Any]
     samples: list[Any]
     skipped: list[BadSample] = field(default_factory=list)
     retried: list[tuple[int | None, BadSample]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Report:
-    """What became of the samples of a batch: their indices, and the markers of the bad ones by row."""
-
-    indices: list[Any]
-    bad: dict[int, BadSample]
-    skipped: list[BadSample]
-    retried: list[tuple[int | None, BadSample]]
+    bad: dict[int, BadSample] = field(default_factory=dict)
 
     @property
     def kept(self) -> list[Any]:
@@ -165,51 +161,35 @@ class FetchingDataset(Around, Dataset[Any]):
         super().__init__(dataset, attempts)
         self._board = board
 
-    def __getitem__(self, index: Any) -> Fetched:
-        return self._load_each(index) if isinstance(index, Order) else self._load_all([index])
+    def __getitem__(self, order: Order) -> Report:
+        indices = [index.index if isinstance(index, BadSample) else index for index in order]
+        samples, retried = self._attempts.load_all(partial(self._load, order), indices)
+        return Report(indices, samples, retried=[*retried.items()])
 
-    def __getitems__(self, indices: Sequence[Any]) -> Fetched:
-        if self._board is not None and isinstance(indices, Order):
-            if getattr(self._dataset, "__getitems__", None) is None or any(isinstance(i, BadSample) for i in indices):
-                return self._load_each(indices)
-            self._board.note(WHOLE_BATCH, indices.places[0])
-        indices = list(indices)
+    def __getitems__(self, order: Order) -> Report:
         together = getattr(self._dataset, "__getitems__", None)
-        if together is None:
-            return self._load_all(indices)
+        if together is None or any(isinstance(index, BadSample) for index in order):
+            return self[order]
+        if self._board is not None:
+            self._board.note(WHOLE_BATCH, order.places[0])
+        indices = list(order)
         once = Attempts((*self._attempts.catch, *self._attempts.retry_on))
         samples, _ = once.load(lambda _: list(together(indices)), None)
         if not isinstance(samples, BadSample):
             # It may give fewer or more; then which is which is unknown, and the batch is what it returned.
-            return Fetched(indices if len(samples) == len(indices) else [None] * len(samples), samples)
-        fetched = self._load_all(indices)
+            return Report(indices if len(samples) == len(indices) else [None] * len(samples), samples)
+        fetched = self[order]
         if not fetched.retried and not any(isinstance(sample, BadSample) for sample in fetched.samples):
             incident = replace(samples.incident, cause="exception, gone at a retry", transient=True)
             fetched.retried.append((None, replace(samples, incident=incident)))
         return fetched
 
-    def _load_each(self, order: Order) -> Fetched:
-        """Load samples one by one, and note which; what is known to kill its worker is not loaded."""
-        each: list[Fetched] = []
-        for place, index in zip(order.places, order, strict=True):
-            if isinstance(index, BadSample):
-                each.append(Fetched([index.index], [index]))
-                continue
-            if self._board is not None:
-                self._board.note(ONE_SAMPLE, place)
-            each.append(self._load_all([index]))
-        return Fetched(
-            [one.indices[0] for one in each],
-            [one.samples[0] for one in each],
-            retried=[(row, marker) for row, one in enumerate(each) for _, marker in one.retried],
-        )
-
-    def _load_all(self, indices: list[Any]) -> Fetched:
-        samples, retried = self._attempts.load_all(self._load, indices)
-        return Fetched(indices, samples, retried=[*retried.items()])
-
-    def _load(self, index: Any) -> Any:
-        dataset = self._dataset
+    def _load(self, order: Order, row: int) -> Any:
+        dataset, index = self._dataset, order[row]
+        if isinstance(index, BadSample):
+            return index  # It is known to kill its worker.
+        if self._board is not None:
+            self._board.note(ONE_SAMPLE, order.places[row])
         if getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__ and hasattr(dataset, "__getitems__"):
             return next(iter(dataset.__getitems__([index])))  # it knows only how to load several
         return dataset[index]
@@ -225,16 +205,16 @@ class FetchingStream(Around, IterableDataset[Any]):
     def __repr__(self) -> str:
         return repr(self._dataset)  # torch names the dataset when it warns of its length
 
-    def __iter__(self) -> Iterator[Fetched]:
+    def __iter__(self) -> Iterator[Report]:
         skipped: list[BadSample] = []
         for number, sample in _steps(self._dataset, self._attempts):
             if isinstance(sample, BadSample) and len(skipped) < self._pass_over:
                 skipped.append(sample)
                 continue
-            yield Fetched([number], [sample], skipped)
+            yield Report([number], [sample], skipped)
             skipped = []
         if skipped:
-            yield Fetched([], [], skipped)
+            yield Report([], [], skipped)
 
 
 class Gather:
@@ -249,35 +229,28 @@ class Gather:
         self._catch = catch
         self._trusted = collate_fn in (default_collate, default_convert)
 
-    def __call__(self, fetched: Fetched | list[Fetched]) -> tuple[Any, Report]:
-        if self.board is None:
-            return self._gathered(fetched)
-        self.board.note(WHOLE_BATCH)
-        gathered = self._gathered(fetched)
-        self.board.note(NOTHING)
-        return gathered
-
-    def _gathered(self, fetched: Fetched | list[Fetched]) -> tuple[Any, Report]:
+    def __call__(self, fetched: Report | list[Report]) -> tuple[Any, Report]:
+        if self.board is not None:
+            self.board.note(WHOLE_BATCH)
         if isinstance(fetched, list):
-            fetched = Fetched(
+            fetched = Report(
                 [index for one in fetched for index in one.indices],
                 [sample for one in fetched for sample in one.samples],
                 [bad for one in fetched for bad in one.skipped],
             )
-        samples, indices = fetched.samples, fetched.indices
-        bad = {row: sample for row, sample in enumerate(samples) if isinstance(sample, BadSample)}
-        rows: Sequence[int] = range(len(samples))
-        if bad:
-            rows = [row for row in rows if row not in bad]
-            samples, indices = [samples[row] for row in rows], [indices[row] for row in rows]
+        bad = {row: sample for row, sample in enumerate(fetched.samples) if isinstance(sample, BadSample)}
+        rows = [row for row in range(len(fetched.samples)) if row not in bad]
         batch = None
-        if samples:
+        if rows:
+            samples, indices = [fetched.samples[row] for row in rows], [fetched.indices[row] for row in rows]
             try:
                 batch, blamed = collate_what_fits(samples, indices, self._collated, self._catch, trusted=self._trusted)
             except pickle.PicklingError as error:
                 raise pickle.PicklingError(f"samples {listed(indices)}: {text_of(error)}") from error
             bad |= {rows[row]: marker for row, marker in blamed.items()}
-        return batch, Report(fetched.indices, bad, fetched.skipped, fetched.retried)
+        if self.board is not None:
+            self.board.note(NOTHING)
+        return batch, replace(fetched, samples=[], bad=bad)
 
     def _collated(self, samples: list[Any]) -> Any:
         batch = self._collate(samples if self._batched else samples[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from copy import copy
@@ -25,7 +24,7 @@ from gradgate._names import describe
 from gradgate._text import user_level
 from gradgate.errors import ArgumentTypeError, LedgerError, LedgerWarning
 from gradgate.ledger import Ledger
-from gradgate.loading._bad_samples import Names, check_names, name_of
+from gradgate.loading._bad_samples import Names, name_of, names_for, this_rank
 from gradgate.loading._refilling import check_state, drawn_again, random_states
 
 Sample = TypeVar("Sample", covariant=True)
@@ -89,10 +88,12 @@ def without(
             why="samples are left out by their index, and a stream has none.",
             fix="bad = ledger.bad_ids(); (sample for sample in dataset if name_of(sample) not in bad)",
         )
-    if isinstance(ids, Sequence):
-        check_names(ids, len(dataset), "without", right=len(ids) == len(dataset))
-    names = getattr(dataset, "sample_id", None) if ids is None else ids
-    bad = _bad(ledger, min_count, cause)
+    names = names_for(dataset, ids, "without")
+    if isinstance(ledger, Ledger) or os.path.exists(ledger):
+        book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
+        bad = book.bad_ids(min_count, cause)
+    else:
+        bad = set()
     return _Without(dataset, [index for index in range(len(dataset)) if name_of(names, index) not in bad], names)
 
 
@@ -136,13 +137,13 @@ class QuarantineSampler(Sampler[Any]):
         cause: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        if getattr(sampler, "num_replicas", 1) > 1 and not _is_stock(sampler):
+        # One that shares samples as torch's own does can do it again without some.
+        if getattr(sampler, "num_replicas", 1) > 1 and type(sampler).__iter__ is not DistributedSampler.__iter__:
+            name = type(sampler).__name__
             raise ArgumentTypeError(
-                f"QuarantineSampler(): `sampler` is a {type(sampler).__name__}, which shares samples among ranks in "
-                "its own way.",
-                why="leaving some out afterwards would give the ranks different numbers of batches, and they would "
-                "wait for each other without end.",
-                fix=f"{type(sampler).__name__}(gg.without(dataset, ledger), ...)   # before they are shared",
+                f"QuarantineSampler(): `sampler` is a {name}, which shares samples among ranks in its own way.",
+                why="the ranks would have different numbers of batches, and wait for each other without end.",
+                fix=f"{name}(gg.without(dataset, ledger), ...)   # before they are shared",
             )
         self.sampler = sampler
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
@@ -171,11 +172,7 @@ class QuarantineSampler(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch is, to be saved with a checkpoint; also for torchdata's StatefulDataLoader.
-
-        Returns:
-            How many indexes were given, what the epoch leaves out, and the random state that its order was drawn from.
-        """
+        """Return where the epoch is, to be saved with a checkpoint; also for torchdata's StatefulDataLoader."""
         return {"epoch": self.epoch, "given": self._given, "bad": sorted(self._bad), "random": self._random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,21 +191,16 @@ class QuarantineSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # A generator does nothing before the first index; what is drawn from random numbers is drawn then, as in torch.
         state, self._resume = self._resume, None
+        entries = self._entries()
         if state is None or not state["random"]:
             self._begin()
             self._given, self._random = 0, random_states(self.sampler)
-            yield from self._counted(self._entries())
-            return
-        self._bad, self._length, self._random = set(state["bad"]), None, state["random"]
-        self._given = state["given"]
-        with drawn_again(self.sampler, self._random):
-            entries = self._entries()
-            deque(islice(entries, self._given), maxlen=0)
-            first = list(islice(entries, 1))  # now: the order is drawn with the first index
-            entries = chain(first, entries)
-        yield from self._counted(entries)
-
-    def _counted(self, entries: Iterator[Any]) -> Iterator[Any]:
+        else:
+            self._bad, self._length, self._random = set(state["bad"]), None, state["random"]
+            self._given = state["given"]
+            with drawn_again(self.sampler, self._random):
+                # One more than were given, now: the order is drawn with the first index.
+                entries = chain(list(islice(entries, self._given + 1))[self._given :], entries)
         for entry in entries:
             self._given += 1
             yield entry
@@ -219,8 +211,7 @@ class QuarantineSampler(Sampler[Any]):
             return
         for entry in self.sampler:
             if isinstance(entry, list | tuple):
-                kept = [index for index in entry if self._is_good(index)]
-                if kept:
+                if kept := [index for index in entry if self._is_good(index)]:
                     yield kept
             elif self._is_good(entry):
                 yield entry
@@ -267,14 +258,12 @@ class QuarantineSampler(Sampler[Any]):
             mine, ever = self._known(), self.ledger.bad_ids(self.min_count, self.cause)
         self._bad = _union(mine)  # Whatever became of this rank's ledger: the others wait for its answer.
         self._length = None
-        if _rank() == 0:
+        if this_rank()[0] == 0:
             with _warning_only():
                 self.ledger.record_decisions("skip", sorted(self._bad), self.epoch)
                 self.ledger.record_decisions("retry", sorted(ever - self._bad), self.epoch)
 
     def _known(self) -> set[str]:
-        if self.retry_after is None:
-            return self.ledger.bad_ids(self.min_count, self.cause)
         return self.ledger.bad_ids(self.min_count, self.cause, retry_after=self.retry_after, epoch=self.epoch)
 
 
@@ -287,36 +276,16 @@ def _warning_only() -> Iterator[None]:
         warnings.warn(f"the quarantine stays as it was: {error}", LedgerWarning, stacklevel=user_level())
 
 
-def _bad(ledger: Ledger | str | os.PathLike[str], min_count: int, cause: str | None) -> set[str]:
-    if not isinstance(ledger, Ledger):
-        if not os.path.exists(ledger):
-            return set()
-        ledger = Ledger(ledger, read_only=True)
-    return ledger.bad_ids(min_count, cause)
-
-
-def _is_stock(sampler: Sampler[Any]) -> bool:
-    """Return whether a sampler shares the samples as torch's own does, so that it can be done again without some."""
-    return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
-
-
 def _share_size(count: int, sampler: DistributedSampler[Any]) -> int:
     """Count how many of `count` samples each rank has."""
     return count // sampler.num_replicas if sampler.drop_last else -(-count // sampler.num_replicas)
 
 
-def _ranks_are_there() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _ranks_are_there() else 0
-
-
 def _union(mine: set[str]) -> set[str]:
     """Return what any rank knows: each may have its own file, or read a shared one a moment earlier than another."""
-    if not _ranks_are_there():
+    _, world_size = this_rank()
+    if world_size == 1:
         return mine
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    everyone: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(everyone, sorted(mine))
     return {name for names in everyone for name in names}

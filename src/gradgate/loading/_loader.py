@@ -6,14 +6,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from numbers import Real
 from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import torch
-from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
 from gradgate._checks import wrong_type, wrong_value
@@ -21,7 +19,7 @@ from gradgate._loader_link import GivenBatches, LoaderIds
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, TooManyBadSamples
 from gradgate.ledger import Ledger
-from gradgate.loading._bad_samples import Attempts, BadSample, Catch, LoadingLog, Names
+from gradgate.loading._bad_samples import Attempts, BadSample, Catch, LoadingLog, Names, this_rank
 from gradgate.loading._fetching import (
     FetchingDataset,
     FetchingStream,
@@ -32,8 +30,8 @@ from gradgate.loading._fetching import (
 )
 from gradgate.loading._known_bad import QuarantineSampler
 from gradgate.loading._refilling import (
-    Asked,
     Asking,
+    Counted,
     Position,
     Requests,
     check_state,
@@ -103,12 +101,14 @@ class ResilientLoader(Generic[Batch]):
         self._patience = max(32, 2 * self._size) if patience is None else patience
         self._worker_timeout = worker_timeout
         self._refill = refill
-        self._asking = self._new_asking() if worker_timeout or (refill and _has_batches(loader)) else None
+        single = loader.batch_sampler is None
+        order = Asking(loader.sampler if single else loader.batch_sampler, refill=refill, single=single)
+        self._asking = None if isinstance(loader.dataset, IterableDataset) else order
         self._inner = self._reporting_loader(self._asking)
         self._given = GivenBatches(log.sink)
         self._last: list[Any] = []
         self._resume: Mapping[str, Any] | None = None
-        self._progress: _Progress | None = None
+        self._progress: tuple[Sequence[torch.Tensor], Counted] | None = None  # of the epoch that began most recently
         self._even = False  # whether a batch of which nothing could be loaded is given, as `_empty_batch`
         self._empty_batch: Any = None
         self.exceptions: dict[str, Exception] = {}
@@ -146,7 +146,7 @@ class ResilientLoader(Generic[Batch]):
             ArgumentTypeError: One process loads for all of them, which needs whole batches.
             ArgumentValueError: Several processes load, with `refill`.
         """
-        several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        several = this_rank()[1] > 1
         if several and type(prepared).__name__ == "DataLoaderDispatcher":
             raise ArgumentTypeError(
                 "resilient(): the loader is a DataLoaderDispatcher, in which one process loads for all.",
@@ -232,15 +232,18 @@ class ResilientLoader(Generic[Batch]):
                 why="the batches that were given so far are not the first of the epoch.",
                 fix="DataLoader(dataset, in_order=True)",
             )
-        progress, quarantine = self._progress, self._quarantine()
-        position = None if progress is None else progress.position
-        return {
+        state: dict[str, Any] = {
             **self._given.state_dict(),
             "skipped": self.skipped,
-            "position": None if position is None else tuple(position),
-            "random": random_states(self._loader) if progress is None or position is None else progress.random,
-            "quarantine": None if quarantine is None or position is None else {**quarantine.state_dict(), "given": 0},
+            "position": None,
+            "quarantine": None,
         }
+        if self._progress is None:
+            return {**state, "random": random_states(self._loader)}
+        if (quarantine := self._quarantine()) is not None:
+            state["quarantine"] = {**quarantine.state_dict(), "given": 0}
+        random, requests = self._progress
+        return {**state, "position": tuple(requests.settled), "random": random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next epoch go on where a saved one was: the batches that it had not given yet, in their order.
@@ -265,73 +268,59 @@ class ResilientLoader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         state, self._resume = self._resume, None
-        if state is not None:
-            return self._resumed(state)
         self._given.begin_epoch()
-        return self._epoch(self._asking, self._inner, _Progress(random_states(self._loader)))
-
-    def _resumed(self, state: Mapping[str, Any]) -> Iterator[Batch]:
-        """Continue the epoch of another run."""
-        self._given.begin_epoch()
+        if state is None:
+            return self._epoch(random_states(self._loader))
         self._given.load_state_dict(state)
         if (quarantine := self._quarantine()) is not None and state["quarantine"] is not None:
             quarantine.load_state_dict(state["quarantine"])
-        position = Position(*state["position"])
-        progress = _Progress(state["random"], position)
-        with drawn_again(self._loader, progress.random):
-            if isinstance(self._loader.dataset, IterableDataset):
-                return self._epoch(None, self._inner, progress, pass_over=position.batches)
-            asking = self._asking or self._new_asking()
-            asking.start = position
-            return self._epoch(asking, self._reporting_loader(asking), progress)
+        with drawn_again(self._loader, state["random"]):
+            return self._epoch(state["random"], Position(*state["position"]))
 
-    def _epoch(
-        self, asking: Asking | None, loader: DataLoader[tuple[Any, Report]], progress: _Progress, pass_over: int = 0
-    ) -> Iterator[Batch]:
+    def _epoch(self, random: Sequence[torch.Tensor], start: Position | None = None) -> Iterator[Batch]:
         # At once, as in torch: the workers start, and their seed is drawn.
         batches: Iterator[tuple[Any, Report]]
-        if asking is None:
-            batches = islice(iter(loader), pass_over, None)
-        elif self._worker_timeout is None:
-            batches, progress.requests = asking.begin(loader)
+        requests: Counted
+        if self._asking is None or not self._loader.in_order:
+            requests = Counted(start or Position())
+            batches = islice(iter(self._inner), requests.settled.batches, None)
         else:
-            # Workers that are started for each epoch have a board of their own: there may be two epochs at once.
-            loader = loader if loader.persistent_workers else self._reporting_loader(asking)
-            batches = WatchedEpoch(loader, self._reporting_loader, asking, self._worker_timeout, self._record)
-            progress.requests = batches.requests
-        if progress.requests is not None:
-            progress.requests.begin()
-        self._progress = progress
-        return self._epoch_of(batches, asking, loader, progress)
+            self._asking.start = start
+            if self._worker_timeout is None:
+                batches, requests = self._asking.begin(self._inner)
+            else:
+                # Workers that are started for each epoch have a board of their own: there may be two epochs at once.
+                inner = self._inner if self._inner.persistent_workers else self._reporting_loader(self._asking)
+                limit = self._worker_timeout
+                batches = WatchedEpoch(inner, self._reporting_loader, self._asking, limit, self._record)
+                requests = batches.requests
+            requests.begin()
+        self._progress = progress = random, requests
+        return self._epoch_of(batches, progress)
 
     def _epoch_of(
-        self,
-        batches: Iterator[tuple[Any, Report]],
-        asking: Asking | None,
-        loader: DataLoader[tuple[Any, Report]],
-        progress: _Progress,
+        self, batches: Iterator[tuple[Any, Report]], progress: tuple[Sequence[torch.Tensor], Counted]
     ) -> Iterator[Batch]:
         streak = _BadStreak(self._patience)
-        requests = progress.requests
+        _, requests = progress
         self._given.epochs_under_way += 1
         try:
             while True:
                 for batch, report in batches:
-                    ready = self._is_ready(report, requests, streak)
-                    progress.count()
-                    if ready:
+                    if self._is_ready(report, requests, streak):
                         self._last = kept = report.kept
                         given: Any = batch if kept else self._empty_batch
                         self._given.add(given, partial(_ids, self._log, kept))
                         yield given
-                if asking is None or requests is None or not requests.more():
+                if not isinstance(requests, Requests) or not requests.more():
                     break
                 # The loader came to its end before we knew that there is something to ask for again.
                 if isinstance(batches, WatchedEpoch):
                     batches.again()
-                else:
-                    batches, _ = asking.begin(loader, requests)
-            progress.position = None
+                elif self._asking is not None:
+                    batches, _ = self._asking.begin(self._inner, requests)
+            if self._progress is progress:
+                self._progress = None
             streak.close()
         finally:
             if isinstance(batches, WatchedEpoch):
@@ -344,33 +333,26 @@ class ResilientLoader(Generic[Batch]):
         candidates = (self._loader.batch_sampler, self._loader.sampler, inner)
         return next((one for one in candidates if isinstance(one, QuarantineSampler)), None)
 
-    def _is_ready(self, report: Report, requests: Requests | None, streak: _BadStreak) -> bool:
+    def _is_ready(self, report: Report, requests: Counted, streak: _BadStreak) -> bool:
         """Write down what is bad about a batch; return whether the rest of it is a batch."""
-        asked = None if requests is None else requests.received()
-        if requests is not None and asked is not None and len(asked.places) != len(report.indices):
-            requests.settles(asked, has_bad=False)
-            requests = None  # the dataset gave another number of samples than were asked for
+        asked = requests.received()
+        known = asked is None or len(asked) == len(report.indices)  # or the dataset gave more or fewer samples
         if report.bad or report.skipped:
-            self._write_down(report, requests, asked, streak)
+            rows = requests.mark_bad(asked, report.bad) if known else list(report.bad)
+            bad = [*report.skipped, *(report.bad[row] for row in rows)]
+            incidents = self._record(bad, [*[None] * len(report.skipped), *rows])
+            streak.count(report, dict(zip(map(id, bad), incidents, strict=True)))
         else:
             streak.reset()
         if report.retried:
             self._record([marker for _, marker in report.retried], [row for row, _ in report.retried])
-        if requests is not None and asked is not None and not requests.settles(asked, bool(report.bad)):
+        if not requests.settles(asked, has_bad=known and bool(report.bad)):
             return False
         good = len(report.indices) - len(report.bad)
         if not good:
             self.skipped += 1 if report.indices else 0
             return self._even and bool(report.indices)
         return not (self._refill and self._loader.drop_last and good < self._size)
-
-    def _write_down(self, report: Report, requests: Requests | None, asked: Asked | None, streak: _BadStreak) -> None:
-        rows = list(report.bad)
-        if requests is not None and asked is not None:
-            rows = requests.mark_bad(asked, rows)
-        bad = [*report.skipped, *(report.bad[row] for row in rows)]
-        incidents = self._record(bad, [*[None] * len(report.skipped), *rows])
-        streak.count(report, {id(marker): incident for marker, incident in zip(bad, incidents, strict=True)})
 
     def _record(self, markers: list[BadSample], rows: list[int | None]) -> list[Incident]:
         incidents = self._log.record(markers, rows, **self._given.position())
@@ -379,14 +361,7 @@ class ResilientLoader(Generic[Batch]):
                 self.exceptions[incident.id] = marker.exception
         return incidents
 
-    def _new_asking(self) -> Asking:
-        single = self._loader.batch_sampler is None
-        order = self._loader.sampler if single else self._loader.batch_sampler
-        return Asking(order, refill=self._refill and not single, single=single)
-
-    def _reporting_loader(
-        self, asking: Asking | None = None, workers: int | None = None
-    ) -> DataLoader[tuple[Any, Report]]:
+    def _reporting_loader(self, asking: Asking | None, workers: int | None = None) -> DataLoader[tuple[Any, Report]]:
         """Make a loader with the settings of the user's, that gives reports along with its batches."""
         loader, attempts, watched = self._loader, self._attempts, self._worker_timeout
         batched = loader.batch_sampler is not None
@@ -405,29 +380,11 @@ class ResilientLoader(Generic[Batch]):
         }
         if workers:
             settings["prefetch_factor"] = loader.prefetch_factor
-        if isinstance(loader.dataset, IterableDataset):
+        if asking is None:
             stream = FetchingStream(loader.dataset, attempts, self._patience if self._refill else 0)
             return DataLoader(stream, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings)
-        dataset = FetchingDataset(loader.dataset, attempts, board)
-        if batched and (asking is None or not asking.single):
-            return DataLoader(dataset, batch_sampler=loader.batch_sampler if asking is None else asking, **settings)
-        return DataLoader(dataset, batch_size=None, sampler=loader.sampler if asking is None else asking, **settings)
-
-
-@dataclass(slots=True)
-class _Progress:
-    """How far an epoch is; at its end it has no position."""
-
-    random: Sequence[torch.Tensor]
-    position: Position | None = field(default_factory=Position)
-    requests: Requests | None = None
-
-    def count(self) -> None:
-        assert self.position is not None
-        if self.requests is None:
-            self.position = self.position._replace(batches=self.position.batches + 1)
-        else:
-            self.position = self.requests.settled
+        order = {"batch_size": None, "sampler": asking} if asking.single else {"batch_sampler": asking}
+        return DataLoader(FetchingDataset(loader.dataset, attempts, board), **order, **settings)
 
 
 class _BadStreak:
@@ -479,10 +436,6 @@ def _ids(log: LoadingLog, indices: list[Any]) -> LoaderIds:
     return LoaderIds(map(log.name, indices))
 
 
-def _has_batches(loader: DataLoader[Any]) -> bool:
-    return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
-
-
 def _check(loader: DataLoader[Any], refill: bool, worker_timeout: float | None) -> None:
     own_state = hasattr(loader, "state_dict") and not hasattr(loader.dataset, "state_dict")  # torchdata's; we have ours
     if type(loader).__iter__ is not DataLoader.__iter__ and not own_state:
@@ -515,12 +468,7 @@ def _check_watched(loader: DataLoader[Any]) -> None:
             fix="gg.resilient(loader)   # or a Dataset with __getitem__",
         )
     for wrong, setting, why, fix in (
-        (
-            not loader.num_workers,
-            "num_workers",
-            "only a process that is not the worker survives a sample.",
-            2,
-        ),
+        (not loader.num_workers, "num_workers", "only a process that is not the worker survives a sample.", 2),
         (not loader.in_order, "in_order", "the order of the batches tells what a lost worker was asked for.", True),
         (bool(loader.timeout), "timeout", "the loader's own timeout ends the epoch.", 0),
     ):

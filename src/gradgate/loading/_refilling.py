@@ -21,14 +21,6 @@ from gradgate._names import describe
 from gradgate.errors import ArgumentValueError
 
 
-class Asked(NamedTuple):
-    """A batch that was asked for: its number, the places of its samples in the order of the epoch, and the round."""
-
-    number: int
-    places: tuple[int, ...]
-    round: int
-
-
 class Position(NamedTuple):
     """Where an epoch is: after so many batches, at this place of its order, with these bad places to come."""
 
@@ -38,71 +30,86 @@ class Position(NamedTuple):
 
 
 class Order(list[Any]):
-    """The indices of a batch as a worker gets them, with their places in the order of the epoch."""
+    """The indices of a batch as a worker gets them, and their places in the order of the epoch."""
 
-    places: tuple[int, ...] = ()
+    def __init__(self, indices: Iterable[Any], places: tuple[int, ...], number: int, round: int) -> None:
+        super().__init__(indices)
+        self.places, self.number, self.round = places, number, round
 
 
-class Requests:
+class Counted:
+    """The batches of one epoch where none can be asked for again: of a stream, or in no order."""
+
+    def __init__(self, position: Position) -> None:
+        self.settled = position
+
+    def received(self) -> Order | None:
+        """Return what the batch that has just arrived was asked for, where that is known."""
+        return None
+
+    def mark_bad(self, asked: Order | None, rows: Iterable[int]) -> list[int]:
+        """Leave samples of a batch out of all that is still to be asked for; give the rows that are news."""
+        return list(rows)
+
+    def settles(self, asked: Order | None, has_bad: bool) -> bool:
+        """Return whether a batch can be given out: its samples are not asked for again."""
+        self.settled = Position(self.settled.batches + 1)
+        return True
+
+
+class Requests(Counted):
     """The batches to ask for in one epoch, in order; can go back."""
 
     def __init__(
-        self, groups: Iterator[list[Any]], size: int | None = None, drop_last: bool = False, refill: bool = True
+        self,
+        groups: Iterator[list[Any]],
+        size: int | None = None,
+        *,
+        drop_last: bool = False,
+        refill: bool = True,
+        start: Position | None = None,
     ) -> None:
-        self._groups = groups
-        self._size = size
-        self._drop_last = drop_last
-        self._refill = refill
-        self._indices: list[Any] = []  # all that were drawn so far, by place
+        super().__init__(start or Position())
+        self._groups, self._size, self._drop_last = groups, size, drop_last
+        self._refill, self._start = refill, start
+        self.indices: list[Any] = []  # by place, all that were drawn so far
         self._sizes: list[int] = []
         self._waiting: deque[int] = deque()  # places not asked for yet, in order
-        self._flying: deque[Asked] = deque()
+        self._flying: deque[Order] = deque()
         self._bad: set[int] = set()
-        self._number = 0
-        self._round = 0
-        self.settled = Position()
-        self._start: Position | None = None
+        self._number = self._round = 0
 
     def __iter__(self) -> Requests:
         return self
 
-    def start_at(self, position: Position) -> Requests:
-        """Begin in mid-epoch; nothing is drawn before the first batch is asked for."""
-        self._start = self.settled = position
-        return self
-
     def begin(self) -> None:
-        """Pass over what was given in an earlier run."""
+        """Pass over what was given in an earlier run; nothing is drawn for an epoch that begins."""
         start, self._start = self._start, None
         if start is None:
             return
-        self._pull()  # at least once: the order is drawn with the first index
-        while len(self._sizes) < start.batches if start.place is None else len(self._indices) < start.place:
-            if not self._pull():
-                break
+        more = self._pull()  # at least once: the order is drawn with the first index
+        while more and (len(self._sizes) < start.batches if start.place is None else len(self.indices) < start.place):
+            more = self._pull()
         begun = sum(self._sizes[: start.batches]) if start.place is None else start.place
-        for _ in range(min(begun, len(self._waiting))):
-            self._waiting.popleft()
+        self._waiting = deque(islice(self._waiting, begun, None))
         self._number = start.batches
         self._bad.update(start.bad)
 
-    def __next__(self) -> list[Any]:
+    def __next__(self) -> Order:
         self.begin()
         places = self._take()
         if not places:
             raise StopIteration
-        self._flying.append(Asked(self._number, tuple(places), self._round))
+        order = Order([self.indices[place] for place in places], tuple(places), self._number, self._round)
+        self._flying.append(order)
         self._number += 1
-        order = Order(self._indices[place] for place in places)
-        order.places = tuple(places)
         return order
 
-    def received(self) -> Asked:
-        """Return what the batch that has just arrived was asked for; they arrive in order."""
-        return self._flying.popleft()
+    def received(self) -> Order:
+        return self._flying.popleft()  # they arrive in order
 
-    def settles(self, asked: Asked, has_bad: bool) -> bool:
-        """Return whether a batch can be given out: its samples are not asked for again."""
+    def settles(self, asked: Order | None, has_bad: bool) -> bool:
+        assert asked is not None
         if asked.round != self._round or (has_bad and self._refill and self._go_back(asked)):
             return False
         place = asked.places[-1] + 1
@@ -110,45 +117,42 @@ class Requests:
         self.settled = Position(asked.number + 1, place if self._refill else None, bad)
         return True
 
-    def under_way(self) -> list[Asked]:
-        return list(self._flying)
-
-    def index_at(self, place: int) -> Any:
-        return self._indices[place]
-
-    def put_at(self, place: int, instead: Any) -> None:
-        """Ask for something else at a place from now on."""
-        self._indices[place] = instead
-
-    def ask_again(self) -> None:
-        """Ask again for all that is under way: it is lost."""
-        lost = [one for one in self._flying if one.round == self._round]
+    def ask_again(self) -> list[Order]:
+        """Ask again for all that is under way, because it is lost; give what that was."""
+        under_way = list(self._flying)
         self._flying.clear()
+        lost = [order for order in under_way if order.round == self._round]
         if lost:
-            self._waiting.extendleft(reversed([place for one in lost for place in one.places]))
+            self._put_back(place for order in lost for place in order.places)
             self._number = lost[0].number
+        return under_way
 
-    def mark_bad(self, asked: Asked, rows: Iterable[int]) -> list[int]:
-        """Leave samples of a batch out of all that is still to be asked for; give the rows that are news."""
+    def mark_bad(self, asked: Order | None, rows: Iterable[int]) -> list[int]:
+        assert asked is not None
         news = [row for row in rows if asked.places[row] not in self._bad]
         self._bad.update(asked.places[row] for row in news)
         return news
 
     def more(self) -> bool:
+        """Return whether there is something left to ask for."""
         places = self._take()
-        self._waiting.extendleft(reversed(places))
+        self._put_back(places)
         return bool(places)
 
-    def _go_back(self, asked: Asked) -> bool:
+    def _go_back(self, asked: Order) -> bool:
         """Ask again for the good samples of a batch and for all after it, if there are any after it."""
-        after = [place for one in self._flying if one.round == self._round for place in one.places]
-        self._waiting.extendleft(reversed(after))
-        if not self._is_any_left():
-            return False
-        self._waiting.extendleft(reversed(asked.places))
-        self._number = asked.number
-        self._round += 1
-        return True
+        self._put_back(place for order in self._flying if order.round == self._round for place in order.places)
+        while self._waiting or self._pull():
+            if self._waiting[0] not in self._bad:
+                self._put_back(asked.places)
+                self._number = asked.number
+                self._round += 1
+                return True
+            self._waiting.popleft()
+        return False
+
+    def _put_back(self, places: Iterable[int]) -> None:
+        self._waiting.extendleft(reversed(list(places)))
 
     def _take(self) -> list[int]:
         """Take the places of the next batch; none if there is no batch left."""
@@ -158,7 +162,7 @@ class Requests:
             taken = [self._waiting.popleft() for _ in range(min(size - len(places), len(self._waiting)))]
             places += [place for place in taken if place not in self._bad] if self._bad else taken
         if len(places) < size and self._drop_last:
-            self._waiting.extendleft(reversed(places))
+            self._put_back(places)
             return []
         return places
 
@@ -169,19 +173,12 @@ class Requests:
             pass
         return self._sizes[self._number] if self._number < len(self._sizes) else 1
 
-    def _is_any_left(self) -> bool:
-        while self._waiting or self._pull():
-            if self._waiting[0] not in self._bad:
-                return True
-            self._waiting.popleft()
-        return False
-
     def _pull(self) -> bool:
         group = next(self._groups, None)
         if group is None:
             return False
-        self._waiting.extend(range(len(self._indices), len(self._indices) + len(group)))
-        self._indices += group
+        self._waiting.extend(range(len(self.indices), len(self.indices) + len(group)))
+        self.indices += group
         self._sizes.append(len(group))
         return True
 
@@ -191,7 +188,7 @@ class Asking(Sampler[list[Any]]):
 
     def __init__(self, batches: Any, *, refill: bool, single: bool = False) -> None:
         self._batches = batches
-        self._refill = refill
+        self._refill = refill and not single
         self.single = single
         self.requests: Requests | None = None
         self.start: Position | None = None
@@ -222,16 +219,13 @@ class Asking(Sampler[list[Any]]):
         return len(self._batches)
 
     def new(self) -> Requests:
-        requests = self._whole_epoch()
-        return requests if self.start is None else requests.start_at(self.start)
-
-    def _whole_epoch(self) -> Requests:
         batches = self._batches
-        if not self._refill:
-            return Requests(([index] for index in batches) if self.single else _lists(batches), refill=False)
-        if type(batches) is BatchSampler:
-            return Requests(_chunks(batches.sampler, batches.batch_size), batches.batch_size, batches.drop_last)
-        return Requests(_lists(batches), None, getattr(batches, "drop_last", False))
+        if self._refill and type(batches) is BatchSampler:
+            size = batches.batch_size
+            return Requests(_chunks(batches.sampler, size), size, drop_last=batches.drop_last, start=self.start)
+        groups = ([index] for index in batches) if self.single else _lists(batches)
+        drop_last = self._refill and getattr(batches, "drop_last", False)
+        return Requests(groups, drop_last=drop_last, refill=self._refill, start=self.start)
 
 
 def _chunks(sampler: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -28,7 +28,7 @@ from gradgate._names import listed
 from gradgate._torch_private import is_broken_message, is_waiting, is_worker_death, own_workers, stop_workers
 from gradgate.errors import GradgateError
 from gradgate.loading._bad_samples import BadSample, mark
-from gradgate.loading._refilling import Asking, Requests
+from gradgate.loading._refilling import Asking, Order, Requests
 
 NOTHING, ONE_SAMPLE, WHOLE_BATCH = range(3)
 """What a worker is doing."""
@@ -147,10 +147,8 @@ class WatchedWorkers:
             for note, worker in zip(notes, self._workers, strict=False)
             if not worker.is_alive()
         ]
-        if gone:
-            return gone
-        # It died while the workers were being started, so which it was is not known.
-        return [Lost(note[0], note[1], _KILLED, "the worker died at its start") for note in notes]
+        # If none is, it died while the workers were being started, so which it was is not known.
+        return gone or [Lost(note[0], note[1], _KILLED, "the worker died at its start") for note in notes]
 
     def _hung(self) -> list[Lost]:
         """Return the workers whose note has been the same for too long, and end them."""
@@ -227,29 +225,19 @@ class WatchedEpoch:
         assert self._watch is not None
         self._watch.close()
         self.loader = self._make(self._asking, self.loader.num_workers)
-        batches = requests.under_way()
-        requests.ask_again()
-        suspects: dict[int, Lost] = {}
-        for lost in gone.lost:
-            if lost.doing == ONE_SAMPLE:
-                suspects[lost.place] = lost
-            elif lost.doing == WHOLE_BATCH:
-                together = next((batch.places for batch in batches if lost.place in batch.places), ())
-                suspects |= dict.fromkeys(together, lost)
-        suspects = {place: lost for place, lost in suspects.items() if _is_sample(requests.index_at(place))}
-        others = [place for batch in batches for place in batch.places if place not in suspects]
-        witnesses = [place for place in others if _is_sample(requests.index_at(place))][:WITNESSES]
-        blamed = self._blame(suspects, witnesses, requests, gone) if suspects else []
-        if blamed:
+        batches = requests.ask_again()
+        suspects = {place: lost for lost in gone.lost for place in _suspected(lost, batches)}
+        samples = [place for batch in batches for place in batch.places]
+        samples = [place for place in samples if not isinstance(requests.indices[place], BadSample)]
+        suspects = {place: lost for place, lost in suspects.items() if place in samples}
+        witnesses = [place for place in samples if place not in suspects][:WITNESSES]
+        if suspects and self._blame(suspects, witnesses, requests, gone):
             return
         self._strikes += 1
         if self._strikes >= STRIKES:
             _refuse(gone, f"{STRIKES} workers in a row were lost, and no sample is to blame")
-        indices = [requests.index_at(place) for place in suspects] or [None]
-        markers = [
-            _marker(gone.lost[0], index, f"{gone.lost[0].cause}, not again", transient=True) for index in indices[:1]
-        ]
-        self._record(markers, [None])
+        first, index = gone.lost[0], next((requests.indices[place] for place in suspects), None)
+        self._record([_marker(first, index, f"{first.cause}, not again", transient=True)], [None])
 
     def _blame(
         self, suspects: dict[int, Lost], witnesses: Sequence[int], requests: Requests, gone: WorkersLost
@@ -257,20 +245,19 @@ class WatchedEpoch:
         """Load suspects alone in fresh workers, after some that are not suspected; blame those that fail again."""
         failed = self._alone([*witnesses, *suspects], requests)
         if len(failed) == len(witnesses) + len(suspects) > 1:
-            names = listed([requests.index_at(place) for place in failed])
+            names = listed([requests.indices[place] for place in failed])
             _refuse(gone, f"each of the samples {names} does the same to a fresh worker in which it is alone")
         blamed = [place for place in suspects if place in failed]
         for place in blamed:
             lost = suspects[place]
-            marker = _marker(lost, requests.index_at(place), lost.cause, again=failed[place])
-            requests.put_at(place, marker)
+            requests.indices[place] = _marker(lost, requests.indices[place], lost.cause, again=failed[place])
         return blamed
 
     def _alone(self, places: Sequence[int], requests: Requests) -> dict[int, str]:
         """Load samples one by one in a worker of their own; give what happened to those that it did not survive."""
         rest, failed = list(places), dict[int, str]()
         while rest:
-            each = Asking([requests.index_at(place) for place in rest], refill=False, single=True)
+            each = Asking([requests.indices[place] for place in rest], refill=False, single=True)
             watch = WatchedWorkers(self._make(each, 1), 2 * self._limit)
             left = list(rest)
             try:
@@ -291,8 +278,11 @@ class WatchedEpoch:
         return failed
 
 
-def _is_sample(index: Any) -> bool:
-    return not isinstance(index, BadSample)
+def _suspected(lost: Lost, batches: list[Order]) -> Sequence[int]:
+    """Return the places of what a worker was loading: one sample, or those of a batch."""
+    if lost.doing == WHOLE_BATCH:
+        return next((batch.places for batch in batches if lost.place in batch.places), ())
+    return [lost.place] if lost.doing == ONE_SAMPLE else []
 
 
 def _marker(lost: Lost, index: Any, cause: str, **details: Any) -> BadSample:
