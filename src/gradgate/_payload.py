@@ -40,16 +40,19 @@ class Missing:
 class Fields(tuple[Any, ...]):
     """What stands for a dataclass or a named tuple whose class is not at hand: its fields by name and in order."""
 
-    names: tuple[str, ...]
+    _fields: tuple[str, ...]
 
     def __new__(cls, names: Iterable[str], values: Iterable[Any]) -> Fields:
         new = super().__new__(cls, values)
-        new.names = tuple(names)
+        new._fields = tuple(names)
         return new
 
+    def _replace(self, **values: Any) -> Fields:
+        return Fields(values, values.values())
+
     def __getattr__(self, name: str) -> Any:
-        if name != "names" and name in self.names:
-            return self[self.names.index(name)]
+        if name != "_fields" and name in self._fields:
+            return self[self._fields.index(name)]
         raise AttributeError(name)
 
 

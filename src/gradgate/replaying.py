@@ -6,8 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +15,12 @@ import torch
 
 from gradgate._checks import wrong_type
 from gradgate._names import describe, listed, suggest_names
-from gradgate._payload import Fields, decode, missing_in
+from gradgate._payload import decode, missing_in
 from gradgate._source import raising_line
 from gradgate._state import restored
 from gradgate._text import class_name, html_table, text_of, visible
 from gradgate._torch_private import leaf_of, nodes_below
+from gradgate._trees import BatchLayout, index_of, select_rows
 from gradgate.doctor import Diagnosis, diagnose
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError
 from gradgate.ledger import Ledger
@@ -68,10 +68,9 @@ def _classes(loss_fn: LossFunction) -> list[type]:
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)
-    known = getattr(function, "__globals__", None)
-    if known is None:
-        known = getattr(getattr(type(function), "__call__", None), "__globals__", {})  # noqa: B004 - the function
-    classes = [thing for thing in known.values() if isinstance(thing, type)]
+    if not hasattr(function, "__globals__"):
+        function = getattr(type(function), "__call__", None)  # noqa: B004 - the function
+    classes = [thing for thing in getattr(function, "__globals__", {}).values() if isinstance(thing, type)]
     return [one for one in classes if is_dataclass(one) or (issubclass(one, tuple) and hasattr(one, "_fields"))]
 
 
@@ -102,8 +101,12 @@ class Fault:
     exception: Exception | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        what = f"{self.exception_type}: {self.message}" if self.exception_type else self.message or self.cause
-        return visible(f"{what}   ({self.where})" if self.where else what, lines=True)
+        return visible(_story(self), lines=True)
+
+
+def _story(fault: Fault | Incident) -> str:
+    what = f"{fault.exception_type}: {fault.message}" if fault.exception_type else fault.message or fault.cause
+    return f"{what}   ({fault.where})" if fault.where else what
 
 
 def find_fault(
@@ -122,7 +125,11 @@ def find_fault(
         alone = _attempt(make_sample(), loss_fn, names)
         if alone is None or expected(alone):
             return alone, 1
-        return _attempt(twice(make_sample(), batch_dim), loss_fn, names), 2
+        return _attempt(_twice(make_sample(), batch_dim), loss_fn, names), 2
+
+
+def _twice(sample: Any, dim: int) -> Any:
+    return select_rows(sample, index_of([0, 0]), 1, BatchLayout(dim))
 
 
 def _loss(loss_fn: LossFunction, sample: Any) -> Any:
@@ -143,7 +150,9 @@ def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault
             fix="def loss_fn(batch): ...; return loss",
         )
     if not bool(torch.isfinite(loss).all()):
-        return Fault(cause="non-finite loss", stage="loss", message=f"non-finite loss: {_some(loss)}")
+        values = ", ".join(f"{value:g}" for value in loss.detach().reshape(-1)[:4].tolist())
+        more = ", ..." if loss.numel() > 4 else ""
+        return Fault(cause="non-finite loss", stage="loss", message=f"non-finite loss: {values}{more}")
     leaves = [leaf for node in nodes_below([loss]) if (leaf := leaf_of(node)) is not None]
     if not leaves:
         return None
@@ -151,8 +160,9 @@ def _attempt(sample: Any, loss_fn: LossFunction, names: dict[int, str]) -> Fault
         gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
     except Exception as error:  # noqa: BLE001 - so is its backward
         return _raised(error, "backward")
-    finite = [bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients]
-    bad = [names.get(id(leaf), describe(leaf)) for leaf, good in zip(leaves, finite, strict=True) if not good]
+    values_of = [one.coalesce().values() if one.layout is torch.sparse_coo else one for one in gradients]
+    pairs = zip(leaves, values_of, strict=True)
+    bad = [names.get(id(leaf), describe(leaf)) for leaf, values in pairs if not torch.isfinite(values).all()]
     if not bad:
         return None
     return Fault(cause="non-finite gradient", stage="backward", message=f"non-finite gradient of {listed(bad, 3)}")
@@ -167,37 +177,6 @@ def _raised(error: Exception, stage: Stage) -> Fault:
         where=raising_line(error.__traceback__),
         exception=error,
     )
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
-
-
-def _some(loss: torch.Tensor) -> str:
-    values = [f"{value:g}" for value in loss.detach().reshape(-1)[:4].tolist()]
-    return ", ".join(values) + (", ..." if loss.numel() > 4 else "")
-
-
-def twice(tree: Any, dim: int) -> Any:
-    """Repeat the one row of a batch; what has no batch dimension stays as it is."""
-    if isinstance(tree, torch.Tensor):
-        return torch.cat([tree, tree], dim) if tree.dim() > dim and tree.shape[dim] == 1 else tree
-    if isinstance(tree, dict):
-        return {key: twice(value, dim) for key, value in tree.items()}
-    if isinstance(tree, list) and len(tree) == 1 and isinstance(tree[0], str | int | float):
-        return tree * 2  # Names and the like, one for each sample.
-    if isinstance(tree, Fields):
-        return Fields(tree.names, [twice(value, dim) for value in tree])
-    if isinstance(tree, tuple):
-        return tuple.__new__(type(tree), [twice(value, dim) for value in tree])
-    if isinstance(tree, list):
-        return [twice(value, dim) for value in tree]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        made = copy(tree)
-        for part in fields(tree):
-            object.__setattr__(made, part.name, twice(getattr(tree, part.name), dim))
-        return made
-    return tree
 
 
 # --- Replay ---------------------------------------------------------------------------------------------------------
@@ -238,11 +217,7 @@ class Replay:
         return self.fault is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as values that JSON can hold.
-
-        Returns:
-            The verdict, the incident's id and the fault.
-        """
+        """Return the id of the incident, the fault and the rest as values that JSON can hold."""
         names = ("cause", "stage", "exception_type", "message", "where")
         fault = None if self.fault is None else {name: getattr(self.fault, name) for name in names}
         values = {name: getattr(self, name) for name in ("verdict", "rows", "snapshot", "snapshot_stored")}
@@ -254,11 +229,10 @@ class Replay:
 
     def __str__(self) -> str:
         then = self.incident
-        recorded = f"{then.exception_type}: {then.message}" if then.exception_type else then.message or then.cause
         step = "" if then.step is None else f" at step {then.step}"
         lines = [
             f"Sample {then.sample_id!r} failed in {then.stage}{step}.",
-            f"  then: {recorded}{f'   ({then.where})' if then.where else ''}",
+            f"  then: {_story(then)}",
             f"  now:  {self.fault or 'nothing'}",
             _SENTENCES[self.verdict],
         ]
@@ -301,13 +275,10 @@ def replay(
 
     Examples:
         >>> import tempfile
-        >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger", payload=True)
-        >>> model = torch.nn.Linear(2, 1)
-        >>> def loss_fn(batch):
-        ...     return model(batch).log().mean()
-        >>> guard = gg.Guard(model, ledger=ledger, payload=True)
-        >>> batch = torch.stack([torch.ones(2) * model.weight[0].detach(), torch.full((2,), float("nan"))])
-        >>> result = guard.backward(batch * 10 + model.bias.abs().item(), loss_fn, ids=["good", "bad"])
+        >>> ledger, model = gg.Ledger(tempfile.mkdtemp() + "/run.ledger", payload=True), torch.nn.Linear(2, 1)
+        >>> loss_fn = lambda batch: model(batch).mean()
+        >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
+        >>> result = gg.Guard(model, ledger=ledger, payload=True).backward(batch, loss_fn)
         >>> gg.replay(ledger, result.dropped[0].id, loss_fn).verdict
         'same'
         >>> gg.replay(ledger, result.dropped[0].id, lambda batch: model(batch.nan_to_num()).mean()).verdict
@@ -322,10 +293,8 @@ def replay(
         again = partial(read_sample, data, loss_fn)
         fault, rows = find_fault(again, loss_fn, expected=expected, model=model, batch_dim=batch_dim)
     verdict: Verdict = "passes" if fault is None else "same" if expected(fault) else "another"
-    used = state is not None and model is not None
-    return Replay(
-        incident=incident, verdict=verdict, fault=fault, rows=rows, snapshot=used, snapshot_stored=state is not None
-    )
+    there = {"snapshot": state is not None and model is not None, "snapshot_stored": state is not None}
+    return Replay(incident=incident, verdict=verdict, fault=fault, rows=rows, **there)
 
 
 def _same(incident: Incident, fault: Fault) -> bool:
@@ -351,7 +320,7 @@ def examine(
     rows: int = 1,
     batch_dim: int = 0,
 ) -> Diagnosis:
-    """Run one recorded sample under the tracer, and let the doctor say what it sees.
+    """Run one recorded sample under the tracer, and let the doctor say what it sees; it raises what `replay` raises.
 
     Args:
         ledger: The ledger, or its path.
@@ -364,17 +333,10 @@ def examine(
     Returns:
         The diagnosis.
 
-    Raises:
-        NothingMatchedError: There is no such incident.
-        LedgerError: Its sample was not stored, or not whole.
-
     Examples:
         >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> ledger = gg.Ledger(folder + "/run.ledger", payload=True)
-        >>> model = torch.nn.Linear(2, 1)
-        >>> def loss_fn(batch):
-        ...     return model(batch).mean()
+        >>> ledger, model = gg.Ledger(tempfile.mkdtemp() + "/run.ledger", payload=True), torch.nn.Linear(2, 1)
+        >>> loss_fn = lambda batch: model(batch).mean()
         >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
         >>> result = gg.Guard(model, ledger=ledger, payload=True).backward(batch, loss_fn)
         >>> gg.replaying.examine(ledger, result.dropped[0].id, loss_fn, model=model).findings[0].title
@@ -382,8 +344,7 @@ def examine(
     """
     _, data, state = stored(ledger, incident_id)
     sample = read_sample(data, loss_fn)
-    if rows > 1:
-        sample = twice(sample, batch_dim)
+    sample = sample if rows == 1 else _twice(sample, batch_dim)
     with restored(state, model):
         return diagnose(lambda: _loss(loss_fn, sample).mean(), model=model)
 
@@ -411,14 +372,12 @@ def assert_passes(
 
     Examples:
         >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> ledger = gg.Ledger(folder + "/run.ledger", payload=True)
-        >>> model = torch.nn.Linear(2, 1)
-        >>> def loss_fn(batch):
-        ...     return model(batch).mean()
+        >>> ledger, model = gg.Ledger(tempfile.mkdtemp() + "/run.ledger", payload=True), torch.nn.Linear(2, 1)
+        >>> loss_fn = lambda batch: model(batch).mean()
         >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
         >>> result = gg.Guard(model, ledger=ledger, payload=True).backward(batch, loss_fn)
-        >>> files = gg.replaying.write_test(folder + "/test_bad.py", ledger, result.dropped[0].id, "train:loss_fn")
+        >>> path = ledger.path.with_name("test_bad.py")
+        >>> files = gg.replaying.write_test(path, ledger, result.dropped[0].id, "train:loss_fn")
         >>> gg.replaying.assert_passes(files[1], lambda batch: model(batch.nan_to_num()).mean())
         >>> gg.replaying.assert_passes(files[1], loss_fn)
         Traceback (most recent call last):
@@ -459,15 +418,11 @@ def write_test(
 
     Examples:
         >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> ledger = gg.Ledger(folder + "/run.ledger", payload=True)
-        >>> model = torch.nn.Linear(2, 1)
-        >>> def loss_fn(batch):
-        ...     return model(batch).mean()
-        >>> batch = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
-        >>> result = gg.Guard(model, ledger=ledger, payload=True).backward(batch, loss_fn)
-        >>> files = gg.replaying.write_test(folder + "/test_bad.py", ledger, result.dropped[0].id, "train:loss_fn")
-        >>> [file.name for file in files]
+        >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger", payload=True)
+        >>> incident = gg.Incident(stage="loss", cause="non-finite loss", sample_id="img_17.png")
+        >>> ledger.record(incident, payload=b"...")
+        >>> path = ledger.path.with_name("test_bad.py")
+        >>> [file.name for file in gg.replaying.write_test(path, ledger, incident.id, "train:loss_fn")]
         ['test_bad.py', 'test_bad.safetensors']
     """
     file = Path(path)
@@ -480,14 +435,14 @@ def write_test(
     incident, payload, state = stored(ledger, incident_id)
     imports, names = zip(*(_imported(text) for text in (entry, model) if text is not None), strict=True)
     arguments = ", ".join(["SAMPLE", names[0], *(f"model={name}" for name in names[1:])])
-    what = f"{incident.exception_type}: {incident.message}" if incident.exception_type else incident.cause
+    sample = _one_line(incident.sample_id or incident.id)
     text = _TEMPLATE.format(
-        sample=_one_line(incident.sample_id or incident.id),
+        sample=sample,
         stage=_one_line(incident.stage),
-        what=_one_line(f"{what} ({incident.where})" if incident.where else what),
+        what=_one_line(_story(incident)),
         incident=_one_line(incident.id),
         imports="\n".join(sorted(set(imports))),
-        name=re.sub(r"\W+", "_", _one_line(incident.sample_id or incident.id), flags=re.ASCII).strip("_")[:60] or "bad",
+        name=re.sub(r"\W+", "_", sample, flags=re.ASCII).strip("_")[:60] or "bad",
         arguments=arguments,
     )
     contents = {file: text.encode(), file.with_suffix(".safetensors"): payload}

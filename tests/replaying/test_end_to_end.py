@@ -111,7 +111,7 @@ def test_the_written_files(ledger, tmp_path):
     assert [file.name for file in written] == ["test_it.py", "test_it.safetensors", "test_it.snapshot.safetensors"]
     assert written[0].read_text() == (
         "# The sample img_17.png failed in forward:\n"
-        "# ValueError: bad (train.py:3)\n"
+        "# ValueError: bad   (train.py:3)\n"
         "# From incident 0123abcd, by `gradgate replay --as-test`: this test fails while that fault is there.\n"
         "\n"
         "from pathlib import Path\n"
