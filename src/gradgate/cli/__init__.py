@@ -29,8 +29,8 @@ _COMMANDS = {
     "demo": ("gradgate.cli.demo", "Why this library exists, on real data, in under two minutes."),
     "ledger": ("gradgate.cli._ledger_commands", "What was dropped, why, and what was decided about it."),
     "modes": ("gradgate.cli._doctor", "Run a script of yours and list the lines that switch recording off."),
-    "report": ("gradgate.cli._report", "What happened, on one page; with --serve while it happens."),
-    "replay": ("gradgate.cli._replay", "Run one recorded sample again, or make a test of it."),
+    "report": ("gradgate.cli._ledger_commands", "What happened, on one page; with --serve while it happens."),
+    "replay": ("gradgate.cli._ledger_commands", "Run one recorded sample again, or make a test of it."),
 }
 
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from gradgate.cli._output import show_table
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def _in_a_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     """Refuse what cannot be written before the script runs for hours, which may also go to another folder."""
-    if path is None:
-        return None
-    if not path.parent.is_dir():
+    if path is not None and not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.parent}.")
-    return path.absolute()
+    return None if path is None else path.absolute()
 
 
 def _check_script(script: str, as_module: bool) -> None:
@@ -29,14 +30,17 @@ def _check_script(script: str, as_module: bool) -> None:
         raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # what follows the script is its own
+
+
+def _file_option(name: str, help: str) -> Callable[[Function], Function]:
+    return click.option(f"--{name}", f"{name}_path", type=_FILE, callback=_in_a_folder, metavar="FILE", help=help)
+
+
+@click.command(context_settings=_SCRIPT)
 @click.option("--trace", "whole", is_flag=True, help="Trace every step, not only the first ones and a bad one.")
-@click.option(
-    "--json", "json_path", type=_FILE, callback=_in_a_folder, metavar="FILE", help="Write the diagnosis as JSON."
-)
-@click.option(
-    "--html", "html_path", type=_FILE, callback=_in_a_folder, metavar="FILE", help="Write the diagnosis as a page."
-)
+@_file_option("json", "Write the diagnosis as JSON.")
+@_file_option("html", "Write the diagnosis as a page.")
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning", "info", "never"]),
@@ -125,8 +129,8 @@ def doctor(
     ctx.exit(report.exit_code or int(failed))
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--json", "json_path", type=_FILE, callback=_in_a_folder, metavar="FILE", help="Write the list as JSON.")
+@click.command(context_settings=_SCRIPT)
+@_file_option("json", "Write the list as JSON.")
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m package.train.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -145,12 +149,10 @@ def modes(ctx: click.Context, json_path: Path | None, as_module: bool, script: s
     report = examine_modes(script, args, module=as_module)
     if json_path is not None:
         json_path.write_text(json.dumps(asdict(report), indent=2), encoding="utf-8")
-    columns = ("where", "times", "seconds", "calls", "modules", "line")
-    seconds = [f"{gap.seconds:.3f}{', left off' if gap.left else ''}" for gap in report.gaps]
-    rows = [
-        (gap.where, gap.times, time, gap.operations, ", ".join(gap.modules), gap.source)
-        for gap, time in zip(report.gaps, seconds, strict=True)
-    ]
+    columns, rows = ("where", "times", "seconds", "calls", "modules", "line"), []
+    for gap in report.gaps:
+        seconds = f"{gap.seconds:.3f}{', left off' if gap.left else ''}"
+        rows.append((gap.where, gap.times, seconds, gap.operations, ", ".join(gap.modules), gap.source))
     off = sum(gap.seconds for gap in report.gaps)
     show_table(columns, rows, title=f"recording was off for {off:.3f} of {report.seconds:.3f} s", empty="never off")
     ctx.exit(report.exit_code)

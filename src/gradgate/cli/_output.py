@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 import click
@@ -63,18 +62,6 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, titl
     for row in cells:
         table.add_row(*map(Text, row))
     Console().print(table)
-
-
-@contextmanager
-def status(text: str) -> Iterator[None]:
-    """Say on a terminal what takes its time; it is gone when it is over."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield
 
 
 def on_a_terminal() -> bool:

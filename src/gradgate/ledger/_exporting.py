@@ -76,7 +76,8 @@ def _cell(value: object) -> object:
 
 
 def _json_lines(incidents: Iterable[Incident], stream: IO[bytes]) -> None:
-    stream.writelines(json_text(incident.to_dict()).encode() + b"\n" for incident in incidents)
+    for incident in incidents:  # Not by `writelines`: a stream may have a `write` of its own.
+        stream.write(json_text(incident.to_dict()).encode() + b"\n")
 
 
 def _parquet(incidents: Iterable[Incident], stream: IO[bytes]) -> None:
