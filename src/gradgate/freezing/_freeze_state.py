@@ -379,13 +379,6 @@ class FreezeState(Watcher):
             self.count, self._region = together.count, shard_region(together, parameter)
         self._listen(parameter)
 
-    def pinned_mask(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return what is pinned as a mask of the parameter's shape; None if nothing is."""
-        if not self.pins:
-            return None
-        shape, device = parameter.shape, parameter.device
-        return union(self.pins.values(), shape, device).mask(shape, device).clone()
-
     # --- gradients ---------------------------------------------------------------------------------------------
 
     def _listen(self, parameter: torch.Tensor) -> None:

@@ -7,13 +7,14 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from gradgate._checks import wrong_type
 from gradgate._names import describe, listed, nearest
 from gradgate._torch_private import as_written, is_power_iteration, local_part, without_compiled_wrappers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
@@ -176,11 +177,7 @@ def freeze(model: nn.Module, *what: Selector, statistics: bool = True) -> Freeze
         >>> all(parameter.requires_grad for parameter in model.parameters())
         True
     """
-    _check_flag(statistics, "freeze")
-    inner = bare(model, "freeze")
-    names = select(inner, what, "freeze")
-    label = f"freeze({', '.join(wording(selector) for selector in what)})"
-    return freeze_named(inner, names, label, statistics=statistics)
+    return _freeze(model, what, statistics, "freeze")
 
 
 def train_only(model: nn.Module, *what: Selector, statistics: bool = True) -> FreezeHandle:
@@ -206,42 +203,52 @@ def train_only(model: nn.Module, *what: Selector, statistics: bool = True) -> Fr
         >>> gg.train_only(model, "1.*")
         FreezeHandle(0.weight, 0.bias)
     """
-    _check_flag(statistics, "train_only")
-    inner = bare(model, "train_only")
-    known = named_parameters(inner)
     if not what:
         raise ArgumentValueError(
             "train_only(): nothing is named that should learn.",
-            why=f"all of {listed(list(known))} would be frozen.",
+            why=f"all of {listed(list(named_parameters(bare(model, 'train_only'))))} would be frozen.",
             fix="gg.freeze(model)   # if that is meant",
         )
-    learning = set(select(inner, what, "train_only"))
-    names = [name for name in known if name not in learning]
-    label = f"train_only({', '.join(wording(selector) for selector in what)})"
+    return _freeze(model, what, statistics, "train_only")
+
+
+def _freeze(model: nn.Module, what: Sequence[Selector], statistics: bool, function: str) -> FreezeHandle:
+    if not isinstance(statistics, bool):
+        why = "it says whether running statistics stop (True) or run on (False)."
+        raise wrong_type(statistics, "statistics", function, why, "statistics=False")
+    inner = bare(model, function)
+    selected = set(select(inner, what, function))
+    names = [name for name in named_parameters(inner) if (name in selected) == (function == "freeze")]
+    label = f"{function}({', '.join(wording(selector) for selector in what)})"
     return freeze_named(inner, names, label, statistics=statistics)
 
 
 def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: bool) -> FreezeHandle:
     """Freeze parameters by name, with those that share their memory."""
     known = named_parameters(model)
-    if empty := [name for name in names if is_lazy(known[name]) or known[name].is_meta]:
-        raise ArgumentValueError(
-            f"freeze(): {listed(empty)} has no values yet.",
-            why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
-            fix="model(example_batch)   # or model.to_empty(device=...) and load_state_dict, before the freeze",
-        )
-    whole = gathered()
-    if empty := [name for name in names if id(known[name]) in whole]:
-        raise ArgumentValueError(
-            f"freeze(): FSDP2 has gathered {listed(empty)} for the moment.",
-            why="after the next backward it is a shard again, which would not be frozen.",
-            fix="model.reshard()   # on all its parts, then freeze",
-        )
+    check_values({name: known[name] for name in names}, "freeze")
     ties = ties_of(known)
     chosen = set(names).union(*(ties.get(name, ()) for name in names))
     names = [name for name in known if name in chosen]
     modules = _at_rest(model, [known[name] for name in names]) if statistics else {}
     return FreezeHandle(model, names, label, modules)
+
+
+def check_values(parameters: dict[str, Any], function: str) -> None:
+    """Make sure that parameters have values, which stay where they are."""
+    if empty := [name for name, one in parameters.items() if is_lazy(one) or getattr(one, "is_meta", False)]:
+        raise ArgumentValueError(
+            f"{function}(): {listed(empty)} has no values yet.",
+            why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
+            fix=f"model(example_batch)   # or to_empty(device=...) and load_state_dict, before the {function}",
+        )
+    whole = gathered()
+    if empty := [name for name, one in parameters.items() if id(one) in whole]:
+        raise ArgumentValueError(
+            f"{function}(): FSDP2 has gathered {listed(empty)} for the moment.",
+            why=f"after the next backward it is a shard again, on which this {function} would have no effect.",
+            fix=f"model.reshard()   # on all its parts, then {function}",
+        )
 
 
 def thaw(model: nn.Module, *what: Selector) -> None:
@@ -275,8 +282,7 @@ def thaw(model: nn.Module, *what: Selector) -> None:
             for token in {*frozen.freezes, *frozen.pins} - {ROWS_TOKEN}:
                 frozen.release(parameter, token)
     for module in _at_rest(inner, [known[name] for name in names]).values():
-        for token in all_tokens(module):
-            release_statistics(module, token)
+        release_statistics(module, None)
 
 
 def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Module]:
@@ -309,15 +315,6 @@ def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) 
             )
 
 
-def _check_flag(statistics: bool, function: str) -> None:
-    if not isinstance(statistics, bool):
-        raise ArgumentTypeError(
-            f"{function}(): `statistics` is {describe(statistics)}.",
-            why="it says whether running statistics stop (True) or run on (False).",
-            fix="statistics=False",
-        )
-
-
 def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     state = optimizer.state.get(parameter, {})
     return sum(local_part(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
@@ -332,11 +329,8 @@ Selector = str | re.Pattern[str] | nn.Module | torch.Tensor | Callable[[str, nn.
 def bare(model: nn.Module, function: str) -> nn.Module:
     """Return the model itself, without DistributedDataParallel and torch.compile around it."""
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(
-            f"{function}(): `model` is {describe(model)}.",
-            why="names and patterns are looked up in a torch.nn.Module.",
-            fix=f"{function}(model, parameter)   # the model first; a tensor of its own: gg.pin(tensor, ...)",
-        )
+        fix = f"{function}(model, parameter)   # the model first; a tensor of its own: gg.pin(tensor, ...)"
+        raise wrong_type(model, "model", function, "names and patterns are looked up in a torch.nn.Module.", fix)
     while True:
         inner = without_compiled_wrappers(model.module if isinstance(model, DistributedDataParallel) else model)
         if inner is model:
@@ -416,9 +410,8 @@ def _matched(model: nn.Module, known: dict[str, nn.Parameter], selector: Selecto
                 return found
         return []
     if isinstance(selector, nn.Module):
-        inside = {id(module) for module in model.modules()}
         selector = without_compiled_wrappers(selector)
-        if id(selector) not in inside:
+        if all(module is not selector for module in model.modules()):
             raise _foreign(model, f"the module {type(selector).__name__}", function)
         members = {id(parameter) for parameter in selector.parameters()}
         return [name for name, parameter in known.items() if id(parameter) in members]
@@ -460,7 +453,6 @@ def _foreign(model: nn.Module, thing: str, function: str) -> ArgumentValueError:
     return ArgumentValueError(
         f"{function}(): {thing} does not belong to this {type(model).__name__}.",
         why="freezing it here would not show in this model, and thawing this model would not free it.",
-        fix="",
     )
 
 
@@ -468,18 +460,14 @@ def _nothing(
     model: nn.Module, known: dict[str, nn.Parameter], selector: Selector, function: str
 ) -> NothingMatchedError:
     names = [*known, *filter(None, named_modules(model))]
-    text = selector if isinstance(selector, str) else selector.pattern if isinstance(selector, re.Pattern) else ""
+    text = selector if isinstance(selector, str) else getattr(selector, "pattern", "")
     like = nearest(text.strip("*.^$\\"), names) or nearest(text, names)
-    if isinstance(selector, nn.Module):
-        why = "it has no parameters."
-    else:
-        why = f"the parameters are {listed(list(known))}." if known else "the model has no parameters."
+    why = f"the parameters are {listed(list(known))}." if known else "the model has no parameters."
+    guess = f"{like[0]!r}   # did you mean {listed([repr(name) for name in like])}?" if like else ""
     return NothingMatchedError(
         f"{function}(): {wording(selector)} matches no parameter of {type(model).__name__}.",
-        why=why,
-        fix=f"{like[0]!r}   # did you mean {listed([repr(name) for name in like])}?"
-        if like
-        else "print(gg.trainable(model))",
+        why="it has no parameters." if isinstance(selector, nn.Module) else why,
+        fix=guess or "print(gg.trainable(model))",
     )
 
 
@@ -511,27 +499,22 @@ def statistics_of(module: nn.Module) -> Iterator[str]:
             yield name
 
 
-def has_stopped_statistics(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("train"), Asleep)
+def stopped(module: nn.Module) -> Asleep | None:
+    """Return what stops the statistics of a module, if anything does."""
+    train = module.__dict__.get("train")
+    return train if isinstance(train, Asleep) else None
 
 
 def stop_statistics(module: nn.Module, token: str) -> None:
-    if not has_stopped_statistics(module):
-        module.__dict__["train"] = Asleep(module)
-        module.training = False
-    module.__dict__["train"].tokens.add(token)
+    asleep = module.__dict__["train"] = stopped(module) or Asleep(module)
+    asleep.tokens.add(token)
+    module.training = False
 
 
-def release_statistics(module: nn.Module, token: str) -> None:
-    """Let the statistics run again, unless other tokens stop them."""
-    asleep = module.__dict__.get("train")
-    if isinstance(asleep, Asleep):
-        asleep.tokens.discard(token)
+def release_statistics(module: nn.Module, token: str | None) -> None:
+    """Let the statistics run again, unless other tokens stop them; without a token in any case."""
+    if (asleep := stopped(module)) is not None:
+        asleep.tokens -= asleep.tokens if token is None else {token}
         if not asleep.tokens:
             del module.__dict__["train"]
             module.training = asleep.asked
-
-
-def all_tokens(module: nn.Module) -> list[str]:
-    asleep = module.__dict__.get("train")
-    return sorted(asleep.tokens) if isinstance(asleep, Asleep) else []

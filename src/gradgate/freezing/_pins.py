@@ -9,21 +9,21 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
+from gradgate._checks import broadcasts_to, wrong_type
 from gradgate._names import describe, listed
 from gradgate._torch_private import is_sharded
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._freeze_state import (
     freeze_state_of,
-    gathered,
     holds,
     make_freeze_state,
     region_of,
     release,
     shard_region,
+    union,
 )
-from gradgate.freezing._layers import bare
+from gradgate.freezing._layers import bare, check_values
 from gradgate.freezing._verify import Part, Registrations, Verified, computed_by, computed_value
 
 
@@ -125,7 +125,10 @@ class Pin(Verified):
 def _pinned_mask(module: nn.Module, name: str) -> torch.Tensor | None:
     parameter = module.get_parameter(name)
     frozen = freeze_state_of(parameter)
-    return frozen.pinned_mask(parameter) if frozen is not None else None
+    if frozen is None or not frozen.pins:
+        return None
+    shape, device = parameter.shape, parameter.device
+    return union(frozen.pins.values(), shape, device).mask(shape, device).clone()
 
 
 def _save_mask(name: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
@@ -216,11 +219,9 @@ def row_numbers(rows: Sequence[int] | torch.Tensor | range, parameter: torch.Ten
     if numbers.shape == (0,):
         numbers = numbers.long()
     if numbers.dtype is torch.bool or numbers.is_floating_point() or numbers.is_complex() or numbers.dim() != 1:
-        raise ArgumentTypeError(
-            f"{function}(): `rows` is {describe(rows)}.",
-            why="rows are a list of integers, numbers along the first dimension.",
-            fix="rows=mask.nonzero().squeeze(1)   # from a boolean mask of the rows",
-        )
+        why = "rows are a list of integers, numbers along the first dimension."
+        fix = "rows=mask.nonzero().squeeze(1)   # from a boolean mask of the rows"
+        raise wrong_type(rows, "rows", function, why, fix)
     length = parameter.shape[0] if parameter.dim() else 0
     if wrong := [int(row) for row in numbers[(numbers < -length) | (numbers >= length)]]:
         raise ArgumentIndexError(
@@ -233,13 +234,10 @@ def row_numbers(rows: Sequence[int] | torch.Tensor | range, parameter: torch.Ten
 
 
 def _check_parameter(parameter: Any) -> None:
-    if is_lazy(parameter) or (isinstance(parameter, torch.Tensor) and parameter.is_meta):
-        raise ArgumentValueError(
-            "pin(): `parameter` has no values yet.",
-            why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
-            fix="model(example_batch)   # or model.to_empty(device=...) and load_state_dict, before the pin",
-        )
-    known = type(parameter) in (torch.Tensor, nn.Parameter) or _splits(parameter)
+    check_values({"`parameter`": parameter}, "pin")
+    # A partial placement has elements of which each process has a summand.
+    splits = is_sharded(parameter) and not any(placement.is_partial() for placement in parameter.placements)
+    known = type(parameter) in (torch.Tensor, nn.Parameter) or splits
     if not known or not (parameter.is_floating_point() or parameter.is_complex()):
         raise ArgumentTypeError(
             f"pin(): `parameter` is {describe(parameter)}"
@@ -253,30 +251,13 @@ def _check_parameter(parameter: Any) -> None:
             why="no optimizer moves a computed tensor; what moves is what it was computed from.",
             fix="gg.pin(model.layer.weight, rows=[0])   # instead of gg.pin(model.layer.weight[0], ...)",
         )
-    if not is_sharded(parameter) and id(parameter) in gathered():
-        raise ArgumentValueError(
-            "pin(): FSDP2 has gathered this whole parameter for the moment.",
-            why="after the next backward it is a shard again, which would not be pinned.",
-            fix="model.reshard()   # then gg.pin(model.weight, ...)",
-        )
-
-
-def _splits(parameter: Any) -> bool:
-    """Whether a tensor is distributed so that each element of this process is one of the whole."""
-    return is_sharded(parameter) and not any(placement.is_partial() for placement in parameter.placements)
 
 
 def _check_mask(frozen: Any, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(frozen, torch.Tensor) or frozen.dtype is not torch.bool:
-        raise ArgumentTypeError(
-            f"pin(): `frozen` is {describe(frozen)}.",
-            why="it is a boolean tensor; True does not move.",
-            fix=f"frozen={'frozen != 0' if isinstance(frozen, torch.Tensor) else 'torch.as_tensor(frozen) != 0'}",
-        )
-    fits = frozen.dim() == parameter.dim() and all(
-        a in (1, b) for a, b in zip(frozen.shape, parameter.shape, strict=True)
-    )
-    if not fits:
+        fix = f"frozen={'frozen' if isinstance(frozen, torch.Tensor) else 'torch.as_tensor(frozen)'} != 0"
+        raise wrong_type(frozen, "frozen", "pin", "it is a boolean tensor; True does not move.", fix)
+    if frozen.dim() != parameter.dim() or not broadcasts_to(frozen.shape, parameter.shape):
         row_mask = frozen.dim() == 1 and parameter.dim() > 1 and frozen.shape[0] == parameter.shape[0]
         raise ArgumentValueError(
             f"pin(): `frozen` has shape {tuple(frozen.shape)}, the parameter {tuple(parameter.shape)}.",

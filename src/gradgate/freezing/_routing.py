@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from gradgate._checks import wrong_type, wrong_value
 from gradgate._names import describe, listed, nearest
 from gradgate._text import user_level
 from gradgate._torch_distributed import Replica, shard_roots
@@ -110,19 +111,43 @@ def route(
     """
     inner = bare(model, "route")
     _check(model, routes, losses, resolve)
-    learning = {name: parameter for name, parameter in inner.named_parameters() if parameter.requires_grad}
-    learning = {as_written(name): parameter for name, parameter in learning.items()}
+    learning = {as_written(name): one for name, one in inner.named_parameters() if one.requires_grad}
     routing = _routing(inner, routes, losses, learning)
-    if measure or resolve:
-        _separately(routing, losses, learning, resolve is not None, retain_graph)
-    else:
-        together: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        for loss, names in routing.trains.items():
-            if names:
-                together.setdefault(names, []).append(losses[loss])
-        for names, some in together.items():
-            _backward(routing, some, [learning[name] for name in names], retain_graph or len(together))
+    separate = measure or resolve is not None
+    passes: dict[object, tuple[list[str], tuple[str, ...]]] = {}  # the losses and the parameters of each
+    for loss, names in routing.trains.items():
+        if names:
+            passes.setdefault(loss if separate else names, ([], names))[0].append(loss)
+    before = {name: one.grad for name, one in learning.items()}
+    gradients: dict[str, dict[str, torch.Tensor]] = {}
+    try:
+        for together, names in passes.values():
+            parameters = [learning[name] for name in names]
+            for parameter in parameters if separate else ():
+                parameter.grad = None
+            routing.backwards += 1
+            keep = retain_graph or routing.backwards < len(passes)
+            torch.autograd.backward([losses[loss] for loss in together], inputs=parameters, retain_graph=keep)
+            got = {name: parameter.grad for name, parameter in zip(names, parameters, strict=True)}
+            gradients[together[0]] = {name: gradient for name, gradient in got.items() if gradient is not None}
+    finally:  # also after an error
+        for name, parameter in learning.items() if separate else ():
+            parameter.grad = before[name]
+    if separate:
+        with torch.no_grad():
+            routing._cosines = _cosines(gradients, list(learning))
+            if resolve:
+                _resolve(gradients, routing.trains, list(learning))
+            for own in gradients.values():
+                for name, gradient in own.items():
+                    _accumulate(learning[name], gradient)
     return routing
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    old = parameter.grad
+    in_place = old is not None and old.layout is gradient.layout
+    parameter.grad = gradient if old is None else old.add_(gradient) if in_place else old + gradient
 
 
 def _routing(
@@ -133,21 +158,18 @@ def _routing(
 ) -> Routing:
     allowed: dict[str, set[str]] = {loss: set() for loss in losses}
     routed: set[str] = set()
-    used = set()
     for selector, names in routes.items():
         chosen = select(model, (selector,), "route")
         routed.update(chosen)
         for loss in (names,) if isinstance(names, str) else names:
             if loss not in losses:
-                like = nearest(loss, list(losses))
                 raise ArgumentValueError(
                     f"route(): {wording(selector)} is routed to {loss!r}, which is no loss.",
                     why=f"the losses are {listed([repr(name) for name in losses])}.",
-                    fix=f"{like[0]!r}" if like else "",
+                    fix="".join(map(repr, nearest(loss, losses, 1))),
                 )
             allowed[loss].update(chosen)
-            used.add(loss)
-    if idle := [loss for loss in losses if loss not in used]:
+    if idle := [loss for loss in losses if not allowed[loss]]:
         raise ArgumentValueError(
             f"route(): {listed([repr(loss) for loss in idle])} is in no route.",
             why="it would train nothing.",
@@ -172,13 +194,11 @@ def _routing(
 
 
 def _check(model: nn.Module, routes: Any, losses: Any, resolve: Any) -> None:
-    if not isinstance(routes, Mapping) or not isinstance(losses, Mapping):
-        wrong = "routes" if not isinstance(routes, Mapping) else "losses"
-        raise ArgumentTypeError(
-            f"route(): `{wrong}` is {describe(routes if wrong == 'routes' else losses)}.",
-            why="losses have names, and each part of the model a list of these names.",
-            fix='gg.route({"encoder.*": ["reconstruction"]}, {"reconstruction": loss}, model)',
-        )
+    for name, given in (("routes", routes), ("losses", losses)):
+        if not isinstance(given, Mapping):
+            why = "losses have names, and each part of the model a list of these names."
+            fix = 'gg.route({"encoder.*": ["reconstruction"]}, {"reconstruction": loss}, model)'
+            raise wrong_type(given, name, "route", why, fix)
     for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ArgumentTypeError(
@@ -187,56 +207,14 @@ def _check(model: nn.Module, routes: Any, losses: Any, resolve: Any) -> None:
                 fix=f"{{{name!r}: loss.mean()}}" if isinstance(loss, torch.Tensor) else "",
             )
     if resolve not in (None, "pcgrad"):
-        raise ArgumentValueError(
-            f"route(): `resolve` is {describe(resolve)}.",
-            why='a conflict is resolved by "pcgrad" or not at all.',
-            fix='resolve="pcgrad"',
-        )
+        why = 'a conflict is resolved by "pcgrad" or not at all.'
+        raise wrong_value(resolve, "resolve", "route", why, 'resolve="pcgrad"')
     if any(isinstance(part, Replica) for part in model.modules()) or shard_roots(model):
         raise ArgumentValueError(
             "route(): the model is inside DistributedDataParallel or FSDP2.",
             why="they reduce gradients in the one backward that they expect after a forward.",
             fix="with ddp.no_sync(): ...   # forward, and route() with ddp.module; then all_reduce each gradient",
         )
-
-
-def _backward(routing: Routing, losses: list[torch.Tensor], parameters: list[nn.Parameter], keep: bool | int) -> None:
-    """Run one backward pass; `keep` is whether the graph stays, or of how many passes this is one."""
-    routing.backwards += 1
-    retain = keep is True or routing.backwards < keep
-    torch.autograd.backward(losses, inputs=parameters, retain_graph=retain)
-
-
-def _separately(
-    routing: Routing,
-    losses: Mapping[str, torch.Tensor],
-    learning: dict[str, nn.Parameter],
-    resolve: bool,
-    retain_graph: bool,
-) -> None:
-    before = {name: parameter.grad for name, parameter in learning.items()}
-    gradients: dict[str, dict[str, torch.Tensor]] = {}
-    active = {loss: names for loss, names in routing.trains.items() if names}
-    try:
-        for loss, names in active.items():
-            for name in names:
-                learning[name].grad = None
-            _backward(routing, [losses[loss]], [learning[name] for name in names], retain_graph or len(active))
-            got = {name: learning[name].grad for name in names}
-            gradients[loss] = {name: gradient for name, gradient in got.items() if gradient is not None}
-        with torch.no_grad():
-            routing._cosines = _cosines(gradients, list(learning))
-            if resolve:
-                _resolve(gradients, routing.trains, list(learning))
-    finally:  # also after an error
-        for name, parameter in learning.items():
-            parameter.grad = before[name]
-    with torch.no_grad():
-        for own in gradients.values():
-            for name, gradient in own.items():
-                old = learning[name].grad
-                in_place = old is not None and old.layout is gradient.layout
-                learning[name].grad = gradient if old is None else old.add_(gradient) if in_place else old + gradient
 
 
 def _dot(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
@@ -254,12 +232,10 @@ def _cosines(
         layers.setdefault(name.rpartition(".")[0], []).append(name)
     for layer, names in layers.items():
         for one, other in combinations(gradients, 2):
-            shared = [name for name in names if name in gradients[one] and name in gradients[other]]
-            if shared:
-                product = _dot(gradients[one], gradients[other], shared)
-                squares = [_dot(gradients[each], gradients[each], shared) for each in (one, other)]
-                lengths = squares[0].sqrt() * squares[1].sqrt()
-                found.append((layer, (one, other), torch.where(lengths == 0, 0, product / lengths)))
+            a, b = gradients[one], gradients[other]
+            if shared := [name for name in names if name in a and name in b]:
+                lengths = _dot(a, a, shared).sqrt() * _dot(b, b, shared).sqrt()
+                found.append((layer, (one, other), torch.where(lengths == 0, 0, _dot(a, b, shared) / lengths)))
     return found
 
 
@@ -273,15 +249,11 @@ def _resolve(
             regions.setdefault(among, []).append(name)
     original = {loss: dict(own) for loss, own in gradients.items()}
     for among, names in regions.items():
-        for one in among:
-            own = gradients[one]
-            for other in among:
-                if other == one:
-                    continue
-                squared = _dot(original[other], original[other], names)
-                against = _dot(own, original[other], names).clamp(max=0)
-                factor = torch.where(squared == 0, 0, against / squared)
-                for name in names:
-                    if name in original[other]:
-                        part = original[other][name] * factor.to(original[other][name].dtype)
-                        own[name] = own[name] - part if name in own else -part
+        for one, other in permutations(among, 2):
+            own, opposed = gradients[one], original[other]
+            squared, against = _dot(opposed, opposed, names), _dot(own, opposed, names).clamp(max=0)
+            factor = torch.where(squared == 0, 0, against / squared)
+            for name in names:
+                if name in opposed:
+                    part = opposed[name] * factor.to(opposed[name].dtype)
+                    own[name] = own[name] - part if name in own else -part

@@ -17,10 +17,10 @@ from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
 from gradgate.freezing._layers import (
     bare,
     has_statistics,
-    has_stopped_statistics,
     named_modules,
     named_parameters,
     state_bytes,
+    stopped,
     ties_of,
 )
 from gradgate.freezing._train_rows import rows_of
@@ -149,7 +149,7 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
             counted.add(id(parameter))
             elements, learning = elements + entry["elements"], learning + entry["learning"]
     modules = {name: module for name, module in named_modules(inner).items() if has_statistics(module)}
-    held = tuple(name for name, module in modules.items() if has_stopped_statistics(module))
+    held = tuple(name for name, module in modules.items() if stopped(module))
     # Rows that learn beside their table stand in the table's place: the model has no more elements than before.
     copies = {
         id(small): small.numel()
