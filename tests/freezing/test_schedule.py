@@ -169,7 +169,7 @@ def test_what_is_wrong_is_said():
     with pytest.raises(ArgumentValueError, match="the saved schedule has another plan, at epoch 2"):
         schedule.load_state_dict(state)
     state = {**schedule.state_dict(), "by": "step"}
-    with pytest.raises(ArgumentValueError, match="another plan: it goes by steps"):
+    with pytest.raises(ArgumentValueError, match="the saved schedule has by='step'"):
         schedule.load_state_dict(state)
     gg.freezing.thaw(model)
     assert len(learning(model)) == 8

@@ -10,10 +10,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from gradgate._names import describe, listed
+from gradgate._checks import wrong_type, wrong_value
+from gradgate._names import listed
 from gradgate._text import html_table
 from gradgate._torch_private import OPTIMIZER_HOOKS
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.errors import ArgumentValueError
 from gradgate.freezing._layers import FreezeHandle, Selector, bare, freeze_named, named_parameters, select
 
 _last: WeakKeyDictionary[nn.Module, ref[FreezeSchedule]] = WeakKeyDictionary()
@@ -70,14 +71,7 @@ class FreezeSchedule:
         growth: float = 2.0,
     ) -> None:
         self._model = bare(model, "FreezeSchedule")
-        if by not in ("epoch", "step"):
-            raise ArgumentValueError(
-                f"FreezeSchedule(): `by` is {describe(by)}.",
-                why="the numbers of the plan are epochs or steps.",
-                fix='gg.FreezeSchedule(model, plan, by="step")',
-            )
-        _check_plan(plan)
-        _check_rates(lr, plan, growth)
+        _check(plan, by, lr, growth)
         self._by = by
         self._lr, self._growth = dict(lr or {}), growth
         self._statistics = statistics
@@ -160,20 +154,19 @@ class FreezeSchedule:
             ArgumentValueError: It belongs to another plan.
         """
         learns = {int(at): list(names) for at, names in state["learns"].items()}
-        if state["by"] != self._by or learns != self._learns:
-            differing = sorted({at for at in {*learns, *self._learns} if learns.get(at) != self._learns.get(at)})
+        lr = {int(at): rate for at, rate in state.get("lr", {}).items()}
+        growth = state.get("growth", self._growth)
+        differing = sorted(at for at in {*learns, *self._learns} if learns.get(at) != self._learns.get(at))
+        what = ""
+        if differing or state["by"] != self._by:
+            what = f"another plan, at {state['by']} {listed(differing)}" if differing else f"by={state['by']!r}"
+        elif (lr, growth) != (self._lr, self._growth):
+            what = f"lr={lr}, growth={growth}"
+        if what:
             raise ArgumentValueError(
-                "load_state_dict(): the saved schedule has another plan"
-                + (f", at {state['by']} {listed(differing)}." if differing else f": it goes by {state['by']}s."),
-                why="the run would go on with other parts learning than it had.",
-                fix="schedule = gg.FreezeSchedule(model, the_plan_of_that_run)",
-            )
-        rates = {int(at): rate for at, rate in state.get("lr", {}).items()}
-        if (rates, state.get("growth", self._growth)) != (self._lr, self._growth):
-            raise ArgumentValueError(
-                f"load_state_dict(): the saved schedule has lr={state.get('lr')}, growth={state.get('growth')}.",
-                why="the run would go on with other learning rates than it had.",
-                fix=f"gg.FreezeSchedule(model, plan, lr={state.get('lr')}, growth={state.get('growth')})",
+                f"load_state_dict(): the saved schedule has {what}.",
+                why="the run would go on with other parts learning, or at other rates, than it had.",
+                fix=f"gg.FreezeSchedule(model, the_plan_of_that_run, by={state['by']!r}, lr={lr}, growth={growth})",
             )
         self._apply(int(state["at"]))
 
@@ -185,11 +178,7 @@ class FreezeSchedule:
                 fix=f"schedule.set_{self._by}(0)   # or by={by!r} in FreezeSchedule",
             )
         if not isinstance(at, int) or isinstance(at, bool) or at < 0:
-            raise ArgumentValueError(
-                f"set_{by}(): `{by}` is {describe(at)}.",
-                why=f"{by}s are counted from 0.",
-                fix=f"schedule.set_{by}(0)",
-            )
+            raise wrong_value(at, by, f"set_{by}", f"{by}s are counted from 0.", f"schedule.set_{by}(0)")
         # Steps come often and rarely change anything.
         if any((number <= at) != (number <= self.at) for number in self._learns):
             self._apply(at)
@@ -204,52 +193,39 @@ class FreezeSchedule:
         self.handle = freeze_named(self._model, names, label, statistics=self._statistics) if names else None
         if before is not None:
             before.thaw()
-        other = _last[self._model]() if self._model in _last else None
+        other = _last.get(self._model, lambda: None)()
         if other is not None and other is not self and other.handle is not None:
             other.handle.thaw()
         _last[self._model] = ref(self)
 
 
-def _check_plan(plan: Any) -> None:
-    right = isinstance(plan, Mapping) and all(
+def _check(plan: Any, by: Any, lr: Any, growth: Any) -> None:
+    function, numbers = "FreezeSchedule", (int, float)
+    if by not in ("epoch", "step"):
+        why = "the numbers of the plan are epochs or steps."
+        raise wrong_value(by, "by", function, why, 'gg.FreezeSchedule(model, plan, by="step")')
+    fix = 'gg.FreezeSchedule(model, {0: ["head.*"], 3: ["layer4.*"]})'
+    if not isinstance(plan, Mapping) or not all(
         isinstance(at, int) and isinstance(what, list | tuple) and what for at, what in plan.items()
-    )
-    if not right:
-        raise ArgumentTypeError(
-            f"FreezeSchedule(): `plan` is {describe(plan)}.",
-            why="it says from which number on which list of selectors learns.",
-            fix='gg.FreezeSchedule(model, {0: ["head.*"], 3: ["layer4.*"]})',
-        )
+    ):
+        raise wrong_type(plan, "plan", function, "it says from which number on which list of selectors learns.", fix)
     if not plan or min(plan) < 0:
         raise ArgumentValueError(
             f"FreezeSchedule(): `plan` {'is empty' if not plan else f'has the number {min(plan)}'}.",
             why="nothing would ever learn." if not plan else "epochs and steps are counted from 0.",
-            fix='gg.FreezeSchedule(model, {0: ["head.*"], 3: ["layer4.*"]})',
+            fix=fix,
         )
-
-
-def _check_rates(lr: Any, plan: Mapping[int, Any], growth: Any) -> None:
-    numbers = (int, float)
+    fix = f"lr={{{max(plan)}: 1e-5}}"
     if lr is not None and not (
         isinstance(lr, Mapping) and all(isinstance(rate, numbers) and 0 < rate < math.inf for rate in lr.values())
     ):
-        raise ArgumentTypeError(
-            f"FreezeSchedule(): `lr` is {describe(lr)}.",
-            why="it has a positive learning rate for some numbers of the plan.",
-            fix=f"lr={{{max(plan)}: 1e-5}}",
-        )
+        raise wrong_type(lr, "lr", function, "it has a positive learning rate for some numbers of the plan.", fix)
     if other := [at for at in lr or () if at not in plan]:
-        raise ArgumentValueError(
-            f"FreezeSchedule(): `lr` has the number {other[0]!r}.",
-            why=f"nothing thaws there; the plan has {listed(sorted(plan))}.",
-            fix=f"lr={{{max(plan)}: 1e-5}}",
-        )
+        why = f"nothing thaws there; the plan has {listed(sorted(plan))}."
+        raise ArgumentValueError(f"FreezeSchedule(): `lr` has the number {other[0]!r}.", why=why, fix=fix)
     if not (isinstance(growth, numbers) and 1 < growth < math.inf):
-        raise ArgumentValueError(
-            f"FreezeSchedule(): `growth` is {describe(growth)}.",
-            why="a learning rate that is multiplied by it must reach that of the others.",
-            fix="growth=2.0",
-        )
+        why = "a learning rate that is multiplied by it must reach that of the others."
+        raise wrong_value(growth, "growth", function, why, "growth=2.0")
 
 
 # --- Learning rates inside an optimizer's step ------------------------------------------------------------------------
@@ -283,7 +259,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _divided(group: dict[str, Any], limits: Mapping[int, float]) -> list[dict[str, Any]]:
-    lr = group.get("lr")
+    lr: Any = group.get("lr")
     parts: dict[float | None, list[torch.Tensor]] = {}
     for parameter in group["params"]:
         limit = limits.get(id(parameter))
@@ -291,18 +267,11 @@ def _divided(group: dict[str, Any], limits: Mapping[int, float]) -> list[dict[st
         parts.setdefault(limit if applies else None, []).append(parameter)
     if set(parts) <= {None}:
         return [group]
-    return [
-        {**group, "params": parameters, "lr": _smaller(lr, limit), _FROM: group} for limit, parameters in parts.items()
-    ]
+    rates = {limit: lr.clamp(max=limit) if isinstance(lr, torch.Tensor) else limit for limit in parts if limit}
+    return [{**group, "params": own, "lr": rates[limit] if limit else lr, _FROM: group} for limit, own in parts.items()]
 
 
 _FROM = "gradgate_divided_from"
-
-
-def _smaller(lr: Any, limit: float | None) -> Any:
-    if limit is None:
-        return lr
-    return lr.clamp(max=limit) if isinstance(lr, torch.Tensor) else min(lr, limit)
 
 
 def _join(optimizer: torch.optim.Optimizer) -> None:

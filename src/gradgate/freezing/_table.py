@@ -13,7 +13,7 @@ from torch import nn
 from gradgate._names import describe
 from gradgate._text import html_table
 from gradgate.errors import ArgumentTypeError
-from gradgate.freezing._freeze_state import ROWS_TOKEN, freeze_state_of
+from gradgate.freezing._freeze_state import ROWS_TOKEN, FreezeState, freeze_state_of
 from gradgate.freezing._layers import (
     bare,
     has_statistics,
@@ -57,16 +57,12 @@ class TrainableTable(dict[str, dict[str, Any]]):
     totals: Totals
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                name,
-                "x".join(map(str, entry["shape"])) or "scalar",
-                entry["state"],
-                f"{entry['learning']:,} of {entry['elements']:,}",
-                entry["why"],
-            )
-            for name, entry in self.items()
-        ]
+        rows: list[tuple[str, ...]] = []
+        for name, entry in self.items():
+            shape = "x".join(map(str, entry["shape"])) or "scalar"
+            learns = f"{entry['learning']:,} of {entry['elements']:,}"
+            rows.append((name, shape, entry["state"], learns, entry["why"]))
+        return rows
 
     def _caption(self) -> str:
         totals = self.totals
@@ -132,60 +128,43 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
                 fix="gg.trainable(model, optimizer)",
             )
     known = named_parameters(inner)
-    moved = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    counted: set[int] = set()
     ties = ties_of(known)
-    table, elements, learning = TrainableTable(), 0, 0
-    for name, parameter in known.items():
-        entry = _entry(parameter, moved if optimizers else None)
-        kept = 0 if entry["learning"] else sum(state_bytes(optimizer, parameter) for optimizer in optimizers)
-        if kept:
-            entry["why"] += f"; optimizer state of {kept:,} bytes"
-        entry["tied"] = list(ties.get(name, ()))
-        if entry["tied"]:
-            entry["why"] = "; ".join(filter(None, [entry["why"], f"tied: {', '.join(entry['tied'])}"]))
-        table[name] = entry
-        if id(parameter) not in counted:
-            counted.add(id(parameter))
-            elements, learning = elements + entry["elements"], learning + entry["learning"]
+    moved = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    table = TrainableTable({name: _entry(one, ties.get(name, ()), optimizers, moved) for name, one in known.items()})
     modules = {name: module for name, module in named_modules(inner).items() if has_statistics(module)}
     held = tuple(name for name, module in modules.items() if stopped(module))
-    # Rows that learn beside their table stand in the table's place: the model has no more elements than before.
-    copies = {
-        id(small): small.numel()
-        for module in inner.modules()
-        if (handle := rows_of(module)) is not None
-        for small in handle.parameters()
-    }
-    elements -= sum(copies.values())
     running = tuple(name for name in modules if name not in held)
+    entries = {id(parameter): table[name] for name, parameter in known.items()}.values()
+    # Rows that learn beside their table stand in the table's place: the model has no more elements than before.
+    trainings = {id(rows): rows for module in inner.modules() if (rows := rows_of(module)) is not None}
+    copies = sum(small.numel() for rows in trainings.values() for small in rows.parameters())
+    elements, learning = sum(entry["elements"] for entry in entries) - copies, sum(e["learning"] for e in entries)
     table.totals = Totals(elements, learning, elements - learning, held, running)
     return table
 
 
-def _entry(parameter: nn.Parameter, moved: set[int] | None) -> dict[str, Any]:
-    frozen = freeze_state_of(parameter)
-    reasons: list[str] = []
-    if frozen is not None:
-        reasons += frozen.freezes.values()
-        reasons += [f"pin of {region.count:,} elements" for region in frozen.pins.values()]
-    learning = parameter.numel()
-    if frozen is not None and frozen.count:
-        learning -= frozen.count
+def _entry(
+    parameter: nn.Parameter, tied: tuple[str, ...], optimizers: tuple[torch.optim.Optimizer, ...], moved: set[int]
+) -> dict[str, Any]:
+    frozen = freeze_state_of(parameter) or FreezeState()
+    reasons = [*frozen.freezes.values(), *(f"pin of {region.count:,} elements" for region in frozen.pins.values())]
+    learning = parameter.numel() - frozen.count
     if not parameter.requires_grad:
         learning = 0
-        if frozen is None or not frozen.freezes or not frozen.learned:
+        if not frozen.freezes or not frozen.learned:
             reasons.append("requires_grad is False")
-    if moved is not None and learning and id(parameter) not in moved:
+    if optimizers and learning and id(parameter) not in moved:
         learning = 0
         reasons.append("in none of the optimizers")
-    state = "frozen" if not learning else "learns" if learning == parameter.numel() else "part frozen"
-    if frozen is not None and ROWS_TOKEN in frozen.freezes and state == "frozen":
-        state = "part frozen"
+    kept = 0 if learning else sum(state_bytes(optimizer, parameter) for optimizer in optimizers)
+    reasons += [f"optimizer state of {kept:,} bytes"] if kept else []
+    reasons += [f"tied: {', '.join(tied)}"] if tied else []
+    part = 0 < learning < parameter.numel() or (not learning and ROWS_TOKEN in frozen.freezes)
     return {
         "shape": tuple(parameter.shape),
         "elements": parameter.numel(),
         "learning": learning,
-        "state": state,
+        "state": "part frozen" if part else "learns" if learning else "frozen",
         "why": "; ".join(reasons),
+        "tied": list(tied),
     }

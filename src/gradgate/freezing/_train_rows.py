@@ -66,26 +66,28 @@ class RowTraining(Verified):
         self.modules = tuple(modules)
         self.active = True
         self._hooks: list[RemovableHandle] = []
-        self._tables = [(module, name) for module in modules for name in _split_names(module)]
-        split: dict[int, nn.Parameter] = {}
-        for module, name in self._tables:
-            table = module.get_parameter(name)
-            if id(table) not in split:
-                split[id(table)] = _split(table, rows)
-            module.register_parameter(name + _SUFFIX, split[id(table)])
+        self._tables: list[tuple[nn.Module, str]] = []
+        split: dict[nn.Parameter, nn.Parameter] = {}
         for module in modules:
+            names = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
+            for name in names:
+                table = module.get_parameter(name)
+                small = split[table] = split[table] if table in split else _split(table, rows)
+                module.register_parameter(name + _SUFFIX, small)
+                self._tables.append((module, name))
             module.register_buffer("row_numbers", rows, persistent=False)
+            overlay: Any = _overlay_linear
             if isinstance(module, nn.Embedding):
+                overlay = _overlay_embedding
                 slots = torch.full((module.num_embeddings,), -1, device=rows.device)
                 slots[rows] = torch.arange(len(rows), device=rows.device)
                 module.register_buffer("row_slots", slots, persistent=False)
-            overlay = _overlay_embedding if isinstance(module, nn.Embedding) else _overlay_linear
-            names = _split_names(module)
+            register: Any = module  # torch has no types for some of these
             self._hooks += [
-                module.register_forward_hook(overlay, prepend=True, with_kwargs=True),
-                module.register_state_dict_pre_hook(partial(_before_saving, names)),  # type: ignore[no-untyped-call]
-                module.register_state_dict_post_hook(partial(_after_saving, names)),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(partial(_before_loading, names)),  # type: ignore[no-untyped-call]
+                register.register_forward_hook(overlay, prepend=True, with_kwargs=True),
+                register.register_state_dict_pre_hook(partial(_before_saving, names)),
+                register.register_state_dict_post_hook(partial(_after_saving, names)),
+                register.register_load_state_dict_pre_hook(partial(_before_loading, names)),
             ]
             module.__dict__[_HANDLE] = self
         self.accept()
@@ -96,8 +98,7 @@ class RowTraining(Verified):
         Returns:
             The rows of the table, and for a Linear those of its bias; each once.
         """
-        found = {id(p): p for p in (module.get_parameter(name + _SUFFIX) for module, name in self._tables)}
-        return list(found.values())
+        return list(dict.fromkeys(module.get_parameter(name + _SUFFIX) for module, name in self._tables))
 
     def merge(self) -> nn.Parameter:
         """Write the rows into the table and make it a plain parameter again; a second call does nothing.
@@ -105,23 +106,25 @@ class RowTraining(Verified):
         Returns:
             The table, the same parameter object as before `train_rows`.
         """
-        if self.active:
-            self.active = False
-            for hook in self._hooks:
-                hook.remove()
-            for module, name in self._tables:
-                table, small = module.get_parameter(name), module.get_parameter(name + _SUFFIX)
-                _write_rows(module, name)
-                delattr(module, name + _SUFFIX)
-                detach(small, "mirror")  # an optimizer that goes on stepping must not write old rows
-                release(table, ROWS_TOKEN)
-                detach(table, "table")
-            for module in self.modules:
-                del module.row_numbers
-                if isinstance(module, nn.Embedding):
-                    del module.row_slots
-                del module.__dict__[_HANDLE]
-        return self.modules[0].get_parameter("weight")
+        weight = self.modules[0].get_parameter("weight")
+        if not self.active:
+            return weight
+        self.active = False
+        for hook in self._hooks:
+            hook.remove()
+        for module, name in self._tables:
+            table, small = module.get_parameter(name), module.get_parameter(name + _SUFFIX)
+            _write_rows(module, name)
+            delattr(module, name + _SUFFIX)
+            detach(small, "mirror")  # an optimizer that goes on stepping must not write old rows
+            release(table, ROWS_TOKEN)
+            detach(table, "table")
+        for module in self.modules:
+            del module.row_numbers
+            if isinstance(module, nn.Embedding):
+                del module.row_slots
+            del module.__dict__[_HANDLE]
+        return weight
 
     def _frozen(self) -> dict[str, Part]:
         found = {}
@@ -208,15 +211,10 @@ def rows_of(module: nn.Module) -> RowTraining | None:
     return module.__dict__.get(_HANDLE)
 
 
-def _split_names(module: nn.Module) -> tuple[str, ...]:
-    return ("weight", "bias") if isinstance(module, nn.Linear) and module.bias is not None else ("weight",)
-
-
 def _split(table: nn.Parameter, rows: torch.Tensor) -> nn.Parameter:
     small = nn.Parameter(table.detach().index_select(0, rows))
-    make_freeze_state(table).freeze(
-        table, ROWS_TOKEN, f"train_rows: {len(rows):,} of its rows learn", synchronised=False
-    )
+    label = f"train_rows: {len(rows):,} of its rows learn"
+    make_freeze_state(table).freeze(table, ROWS_TOKEN, label, synchronised=False)
     attach(small, "mirror", _Mirror(table, rows))
     attach(table, "table", _Table())
     return small
@@ -273,25 +271,24 @@ def _small_weight(module: nn.Module) -> torch.Tensor:
 # --- State dict: the table under its own key, nothing else ------------------------------------------------------
 
 
-def _before_saving(names: tuple[str, ...], module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _before_saving(names: list[str], module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for name in names:
         _write_rows(module, name)
 
 
 def _after_saving(
-    names: tuple[str, ...], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     for name in names:
         del state[prefix + name + _SUFFIX]
 
 
-def _before_loading(names: tuple[str, ...], module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _before_loading(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     for name in names:
-        small, table = module.get_parameter(name + _SUFFIX), state.get(prefix + name)
+        rows, table = module.get_parameter(name + _SUFFIX).detach(), state.get(prefix + name)
         if isinstance(table, torch.Tensor) and table.shape == module.get_parameter(name).shape:
-            state[prefix + name + _SUFFIX] = table[module.get_buffer("row_numbers").to(table.device)]
-        else:  # torch complains of the table; the rows stay as they are
-            state[prefix + name + _SUFFIX] = small.detach()
+            rows = table[module.get_buffer("row_numbers").to(table.device)]
+        state[prefix + name + _SUFFIX] = rows  # as they are where torch complains of the table
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------
@@ -306,9 +303,8 @@ class _Mirror(Watcher):
         self.table, self.rows = table, rows
 
     def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        self.rows = self.rows.to(parameter.device)
         with torch.no_grad():
-            self.table.index_copy_(0, self.rows, parameter.to(self.table.dtype))
+            self.table.index_copy_(0, self.rows.to(parameter.device), parameter.to(self.table.dtype))
 
 
 class _Table(Watcher):
