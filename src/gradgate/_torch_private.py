@@ -444,6 +444,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor on every process: of a DTensor its shards together."""
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
 copy_on_write: Callable[[torch.Tensor], torch.Tensor] = _find("_lazy_clone", "a gate costs more", _refuse)
 """Share memory until one of the two is written to; `recorded_without_copy` says where that may and can be done."""
 

@@ -71,10 +71,10 @@ def test_a_tensor_without_dimensions():
     ("call", "error", "text"),
     [
         (lambda x: gg.check([1.0], "finite"), ArgumentTypeError, "check(): `x` is the list [1.0]."),
-        (lambda x: gg.check(x, "positive"), ArgumentValueError, "check(): `condition` is 'positive'."),
+        (lambda x: gg.check(x, "positive"), ArgumentValueError, "check(): `condition` is the str 'positive'."),
         (lambda x: gg.check(x, None), ArgumentTypeError, "check(): `condition` is None."),
-        (lambda x: gg.check(x, torch.sum), ArgumentTypeError, "check(): `condition` gives a float32 tensor"),
-        (lambda x: gg.check(x, lambda x: x[0] > 0), ArgumentValueError, "gives a bool tensor of shape (3,) for x of"),
+        (lambda x: gg.check(x, torch.sum), ArgumentTypeError, "check(): `condition(x)` is a float32 tensor"),
+        (lambda x: gg.check(x, lambda x: x[0] > 0), ArgumentValueError, "(x)` is a bool tensor of shape (3,) for x of"),
     ],
 )
 def test_what_is_refused(call, error, text):

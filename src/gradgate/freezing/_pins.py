@@ -12,7 +12,7 @@ from torch import nn
 
 from gradgate._checks import broadcasts_to, wrong_type
 from gradgate._names import describe, listed
-from gradgate._torch_private import is_sharded
+from gradgate._torch_private import is_sharded, whole_tensor
 from gradgate.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from gradgate.freezing._freeze_state import (
     freeze_state_of,
@@ -201,10 +201,8 @@ def pin(
             fix="gg.pin(parameter, rows=[0, 5])   # a whole parameter: gg.freeze(model, parameter)",
         )
     together = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
-    if isinstance(frozen, torch.Tensor) and is_sharded(frozen):
-        frozen = frozen.full_tensor()  # type: ignore[attr-defined]
     if frozen is not None:
-        together |= _check_mask(frozen, parameter).to(parameter.device)
+        together |= _check_mask(whole_tensor(frozen), parameter).to(parameter.device)
     if rows is not None:
         together[row_numbers(rows, parameter, "pin")] = True
     return Pin(parameter, together)

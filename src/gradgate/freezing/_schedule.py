@@ -105,54 +105,25 @@ class FreezeSchedule:
         return {known[name]: rates[at] for name, at in first.items() if at in rates and name in known}
 
     def set_epoch(self, epoch: int) -> None:
-        """Thaw what learns in this epoch, and freeze the rest.
-
-        Args:
-            epoch: The epoch, from 0 on.
-
-        Raises:
-            ArgumentValueError: The schedule goes by steps, or the number is negative.
-        """
+        """Thaw what learns in this epoch, counted from 0, and freeze the rest; raise if the schedule goes by steps."""
         self._set("epoch", epoch)
 
     def set_step(self, step: int) -> None:
-        """Thaw what learns at this step, and freeze the rest.
-
-        Args:
-            step: The step, from 0 on.
-
-        Raises:
-            ArgumentValueError: The schedule goes by epochs, or the number is negative.
-        """
+        """Thaw what learns at this step, counted from 0, and freeze the rest; raise if the schedule goes by epochs."""
         self._set("step", step)
 
     def learning(self) -> list[str]:
-        """Return the names of what learns now by the plan.
-
-        Returns:
-            The names in the model's order.
-        """
+        """Return the names of what learns now by the plan, in the model's order."""
         now = {name for at, names in self._learns.items() if at <= self.at for name in names}
         return [name for name in named_parameters(self._model) if name in now]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the schedule, and its plan by names, to save them with the model.
-
-        Returns:
-            Plain values that any checkpoint can hold.
-        """
+        """Return the position of the schedule and its plan by names, as plain values, to save them with the model."""
         state = {"by": self._by, "at": self.at, "learns": {at: list(names) for at, names in self._learns.items()}}
         return {**state, "lr": dict(self._lr), "growth": self._growth} if self._lr else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position of a saved schedule.
-
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ArgumentValueError: It belongs to another plan.
-        """
+        """Go to the position of a saved schedule; raise ArgumentValueError if that had another plan or other rates."""
         learns = {int(at): list(names) for at, names in state["learns"].items()}
         lr = {int(at): rate for at, rate in state.get("lr", {}).items()}
         growth = state.get("growth", self._growth)

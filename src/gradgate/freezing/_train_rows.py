@@ -69,7 +69,7 @@ class RowTraining(Verified):
         self._tables: list[tuple[nn.Module, str]] = []
         split: dict[nn.Parameter, nn.Parameter] = {}
         for module in modules:
-            names = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
+            names = ["weight", "bias"] if isinstance(module, nn.Linear) and module.bias is not None else ["weight"]
             for name in names:
                 table = module.get_parameter(name)
                 small = split[table] = split[table] if table in split else _split(table, rows)
@@ -93,19 +93,11 @@ class RowTraining(Verified):
         self.accept()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the small parameters, for an optimizer.
-
-        Returns:
-            The rows of the table, and for a Linear those of its bias; each once.
-        """
+        """Return the small parameters for an optimizer: rows of the table, and for a Linear those of its bias."""
         return list(dict.fromkeys(module.get_parameter(name + _SUFFIX) for module, name in self._tables))
 
     def merge(self) -> nn.Parameter:
-        """Write the rows into the table and make it a plain parameter again; a second call does nothing.
-
-        Returns:
-            The table, the same parameter object as before `train_rows`.
-        """
+        """Write the rows into the table, make it a plain parameter again and return it; do nothing a second time."""
         weight = self.modules[0].get_parameter("weight")
         if not self.active:
             return weight
@@ -322,18 +314,13 @@ class _Table(Watcher):
 
 def _check_module(module: nn.Module, what: str) -> None:
     kind = next((kind for kind in (nn.Embedding, nn.Linear) if isinstance(module, kind)), None)
+    fix = "gg.pin(module.weight, rows=[0])   # works on any parameter, shards too; the rows that must not move"
     if kind is None or type(module).forward is not kind.forward or module.__dict__.get("forward") is not None:
-        raise ArgumentTypeError(
-            f"train_rows(): {what} is {describe(module)}.",
-            why="it replaces rows of what torch.nn.Embedding and torch.nn.Linear compute; others compute otherwise.",
-            fix="gg.pin(module.weight, rows=[0])   # works on any parameter; the rows that must not move",
-        )
+        why = "it replaces rows of what torch.nn.Embedding and torch.nn.Linear compute; others compute otherwise."
+        raise ArgumentTypeError(f"train_rows(): {what} is {describe(module)}.", why=why, fix=fix)
     if is_sharded(module.get_parameter("weight")):
-        raise ArgumentTypeError(
-            "train_rows(): the weight of `module` is sharded (FSDP2, or another DTensor).",
-            why="the rows that learn would be a parameter of their own, which belongs to no process.",
-            fix="gg.pin(module.weight, rows=[0])   # works on shards; the rows that must not move",
-        )
+        why = "the rows that learn would be a parameter of their own, which belongs to no process."
+        raise ArgumentTypeError("train_rows(): the weight of `module` is sharded (a DTensor).", why=why, fix=fix)
     if rows_of(module) is not None:
         raise ArgumentValueError(
             f"train_rows(): rows of this {type(module).__name__} learn already.",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from gradgate._checks import check_module, wrong_value
-from gradgate._torch_private import is_sharded
+from gradgate._torch_private import whole_tensor
 
 _NORMAL = 1.4826
 """The standard deviation of a normal distribution, in its median absolute deviations."""
@@ -72,13 +72,11 @@ class AdaptiveClip:
         self.threshold = (6.0 if by == "history" else 0.01) if threshold is None else threshold
         for name, value, least in (("threshold", self.threshold, 0), ("window", window, 1), ("warmup", warmup, 1)):
             if isinstance(value, bool) or not value >= least:
-                raise wrong_value(
-                    value, name, "AdaptiveClip", f"it is a number from {least} on.", f"{name}={least + 5}"
-                )
+                why = f"it is a number from {least} on."
+                raise wrong_value(value, name, "AdaptiveClip", why, f"{name}={least + 5}")
         if warmup > window:
-            raise wrong_value(
-                warmup, "warmup", "AdaptiveClip", f"only window={window} norms are remembered.", f"warmup={window}"
-            )
+            why = f"only window={window} norms are remembered."
+            raise wrong_value(warmup, "warmup", "AdaptiveClip", why, f"warmup={window}")
         self.window = window
         self.warmup = warmup
         self.steps = 0
@@ -88,30 +86,22 @@ class AdaptiveClip:
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
-        """Clip the gradients that are there, in place.
-
-        Returns:
-            How many parameters were clipped, 0-dim, not read by the host.
-        """
-        rows, gradients, weights = [], list[torch.Tensor](), list[torch.Tensor]()
-        for row, parameter in enumerate(self._parameters.values()):
-            if parameter.grad is not None:
-                rows.append(row)
-                gradients.append(parameter.grad)
-                weights.append(parameter)
+        """Clip the gradients that are there, in place, and return how many were clipped, without a host sync."""
+        found = [(row, one, one.grad) for row, one in enumerate(self._parameters.values()) if one.grad is not None]
         self.steps += 1
-        if not gradients:
+        if not found:
             return torch.zeros((), dtype=torch.int64)
-        device = gradients[0].device
+        device = found[0][2].device
         self._history, self._counts = self._history.to(device), self._counts.to(device)
+        rows = torch.tensor([row for row, _, _ in found], device=device)
         if self.by == "ratio":
-            scales = [self._ratio(weight, gradient) for weight, gradient in zip(weights, gradients, strict=True)]
-            clipped = torch.stack([_whole((scale < 1).any()).to(device) for scale in scales])
+            scales = [self._ratio(weight, gradient) for _, weight, gradient in found]
+            clipped = torch.stack([whole_tensor((scale < 1).any()).to(device) for scale in scales])
         else:
-            norms = torch.stack([_whole(_norm(gradient)).float().to(device) for gradient in gradients])
-            factors = self._by_history(torch.tensor(rows, device=device), norms)
+            norms = torch.stack([whole_tensor(_norm(gradient)).float().to(device) for _, _, gradient in found])
+            factors = self._by_history(rows, norms)
             scales, clipped = list(factors.unbind()), factors < 1
-        for gradient, scale in zip(gradients, scales, strict=True):
+        for (_, _, gradient), scale in zip(found, scales, strict=True):
             gradient.mul_(scale.to(gradient.device, gradient.dtype))
         self._counts[rows] += clipped
         return clipped.sum()
@@ -123,11 +113,7 @@ class AdaptiveClip:
         return {name: count for name, count in counts.items() if count}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history and the counts, to save them with a checkpoint.
-
-        Returns:
-            Tensors and numbers.
-        """
+        """Return the history and the counts, to save them with a checkpoint."""
         return {"history": self._history.clone(), "counts": self._counts.clone(), "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,8 +127,7 @@ class AdaptiveClip:
         """
         history = state.get("history")
         if not isinstance(history, torch.Tensor) or history.shape != self._history.shape:
-            shape = tuple(self._history.shape)
-            why = f"it has the norms of each parameter, of shape {shape}."
+            why = f"it has the norms of each parameter, of shape {tuple(self._history.shape)}."
             raise wrong_value(history, "history", "AdaptiveClip.load_state_dict", why, "")
         self._history, self._counts, self.steps = history.clone(), state["counts"].clone(), state["steps"]
 
@@ -166,11 +151,6 @@ class AdaptiveClip:
         by_row = weight.dim() > 1 and not gradient.is_sparse
         limit, norm = self.threshold * _norm(weight, by_row).clamp(min=_LEAST_WEIGHT), _norm(gradient, by_row)
         return torch.where((norm > limit) & norm.isfinite(), limit / norm, 1.0)
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """Return a result over all shards on every process, as `clip_grad_norm_` needs it too."""
-    return x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def _norm(x: torch.Tensor, by_row: bool = False) -> torch.Tensor:

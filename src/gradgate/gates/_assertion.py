@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from gradgate._checks import check_tensor
+from gradgate._checks import check_tensor, wrong_type, wrong_value
 from gradgate._names import describe, listed
-from gradgate._torch_private import assert_later, has_data, is_sharded, outside_functorch, without_batching
-from gradgate.errors import ArgumentTypeError, ArgumentValueError, FailedCheckError
+from gradgate._torch_private import assert_later, has_data, outside_functorch, whole_tensor, without_batching
+from gradgate.errors import ArgumentValueError, FailedCheckError
 
 ENABLED = __debug__ and os.environ.get("GRADGATE_CHECKS", "1") != "0"
 
@@ -58,41 +58,33 @@ def check(x: torch.Tensor, condition: Condition, message: str = "") -> torch.Ten
     good = _answers(x, condition)
     named = getattr(condition, "__name__", type(condition).__name__)
     wrong = ("is not finite", "are not finite") if condition == "finite" else (f"breaks {named}", f"break {named}")
-    if torch.compiler.is_compiling():
-        assert_later(good.all(), f"{message or 'check()'}: some rows {wrong[1]}")
-        return x
-    if is_sharded(good):  # every process calls this, and raises alike
-        good = good.full_tensor()  # type: ignore[attr-defined]
-    good, values = without_batching(good.detach()), without_batching(x.detach())
-    if not has_data(good):
-        assert_later(good.all(), f"{message or 'check()'}: some rows {wrong[1]}")
+    message = message or "check()"
+    if not torch.compiler.is_compiling():
+        good = without_batching(whole_tensor(good).detach())  # of shards: every process calls this, and raises alike
+    if torch.compiler.is_compiling() or not has_data(good):
+        assert_later(good.all(), f"{message}: some rows {wrong[1]}")
     elif not bool(good.all()):
-        _fail(values, good, message or "check()", wrong)
+        _fail(without_batching(x.detach()), good, message, wrong)
     return x
 
 
 def _answers(x: torch.Tensor, condition: Any) -> torch.Tensor:
-    if isinstance(condition, str) and condition != "finite":
-        raise ArgumentValueError(
-            f"check(): `condition` is {condition!r}.",
-            why='the one condition with a name is "finite".',
-            fix="gg.check(x, lambda x: x > 0)",
-        )
     if condition == "finite":
         return x.isfinite()
-    good = condition(x) if callable(condition) else condition
-    if callable(condition) and isinstance(good, bool):
+    why = 'it is "finite", or a function of x that returns a bool or a boolean tensor.'
+    fix = "gg.check(x, lambda x: x > 0)"
+    if not callable(condition):
+        make = wrong_value if isinstance(condition, str) else wrong_type
+        raise make(condition, "condition", "check", why, fix)
+    good = condition(x)
+    if isinstance(good, bool):
         return torch.tensor(good)
-    if not callable(condition) or not isinstance(good, torch.Tensor) or good.dtype is not torch.bool:
-        raise ArgumentTypeError(
-            f"check(): `condition` {'gives' if callable(condition) else 'is'} {describe(good)}.",
-            why='it is "finite", or a function of x that gives a bool or a boolean tensor.',
-            fix="gg.check(x, lambda x: x > 0)",
-        )
+    if not isinstance(good, torch.Tensor) or good.dtype is not torch.bool:
+        raise wrong_type(good, "condition(x)", "check", why, fix)
     if good.dim() and good.shape != x.shape[: good.dim()]:
         raise ArgumentValueError(
-            f"check(): `condition` gives {describe(good)} for x of shape {tuple(x.shape)}.",
-            why="it gives one answer for each element of x, for each row, or for all of x.",
+            f"check(): `condition(x)` is {describe(good)} for x of shape {tuple(x.shape)}.",
+            why="it has one answer for each element of x, for each row, or for all of x.",
             fix="gg.check(x, lambda x: (x > 0).flatten(1).all(1))   # one for each row",
         )
     return good
@@ -105,7 +97,7 @@ def _fail(x: torch.Tensor, good: torch.Tensor, message: str, wrong: tuple[str, s
     with outside_functorch():  # torch 2.8 gives no list there
         bad = (~good).nonzero().tolist()
     place, rows = tuple(bad[0]), sorted({index[0] for index in bad})
-    value = (x.full_tensor() if is_sharded(x) else x)[place].item() if x.shape == good.shape else None  # type: ignore[attr-defined]
+    value = whole_tensor(x)[place].item() if x.shape == good.shape else None
     first = f" x[{', '.join(map(str, place))}] is {value}." if value is not None else ""
     raise FailedCheckError(
         f"{message}: {len(rows)} of {len(good)} rows {wrong[len(rows) > 1]}: {listed(rows)}.{first}", rows=rows

@@ -48,13 +48,7 @@ class GateMeter:
         self._squares: dict[torch.device, torch.Tensor] = {}
 
     def count(self, arrived: torch.Tensor, left: torch.Tensor | None, stopped: torch.Tensor | int) -> None:
-        """Add one gradient; the gates call this.
-
-        Args:
-            arrived: The gradient that reached the gate.
-            left: What went on upstream, None for nothing.
-            stopped: How many of its elements were withheld or replaced.
-        """
+        """Add one gradient that arrived, what went on upstream, and how much was stopped; the gates call this."""
         device = arrived.device
         if device not in self._stopped:
             wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
