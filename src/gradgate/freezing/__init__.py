@@ -3,22 +3,18 @@
 Zeroing a gradient is not freezing: decoupled decay, warm momentum and a stale `.grad` still move the values. So frozen
 values are guarded where they change, in the step itself:
 
-1. **A whole parameter** (`freeze`, `train_only`) stops requiring a gradient and loses the one it has. Before each step
-   of any `torch.optim.Optimizer` a global step hook of torch drops whatever `.grad` it has got since. All optimizers of
-   torch skip a parameter without gradient entirely - decay, momentum and state - so this copies nothing. Only for
-   L-BFGS, which moves all parameters along one direction, and for optimizers of other libraries, of which nothing is
-   known, the values are written back after the step.
-2. **Elements and rows** (`pin`) need a gradient. It becomes exactly 0 there as soon as it is accumulated, so that
-   clipping and scaling do not see them. Their values are kept once, written back bit by bit after each step, and read
-   again if something other than a step has changed the parameter. Their optimizer state is set to 0 at the first step,
-   so that optimizers that mix elements (Muon) do not mix them in.
-3. **Rows that learn** (`train_rows`) are the opposite: nearly all of a table is frozen. The rows are a small parameter
-   beside the frozen table, so that no step ever touches the table.
+1. **A whole parameter** (`freeze`, `train_only`) stops requiring a gradient. Before each step of any
+   `torch.optim.Optimizer` a global step hook of torch drops whatever `.grad` it has: all optimizers of torch then skip
+   it entirely - decay, momentum and state. For L-BFGS, which moves all parameters along one direction, and for
+   optimizers of other libraries the values are written back after the step.
+2. **Elements and rows** (`pin`) have a gradient of exactly 0 as soon as it is accumulated, so that clipping does not
+   see them. Their values are written back bit by bit after each step. Their optimizer state is set to 0 at the first
+   step, so that optimizers that mix elements (Muon) do not mix them in.
+3. **Rows that learn** (`train_rows`) are a small parameter beside the frozen table, so that no step touches the table.
 4. **Statistics** (BatchNorm) of frozen parts stop because the module stays in evaluation mode, whatever `train()` says.
 
-The state is attached to the parameter itself, so that it holds for optimizers built later, and copies and pickles of
-the model carry it. Freezes are counted: what several handles freeze is free without the last of them. Every handle
-keeps a checksum, with which `verify` proves that nothing moved.
+The state is attached to the parameter itself: optimizers built later respect it, and copies and pickles carry it.
+Freezes are counted: what several handles freeze is free without the last of them.
 """
 
 from __future__ import annotations

@@ -65,9 +65,8 @@ class FreezeHandle(Verified):
         self._thawed = False
         synchronised = replicated()
         for parameter in self._parameters.values():
-            make_freeze_state(parameter).freeze(
-                parameter, self._token, label, synchronised=id(parameter) in synchronised
-            )
+            state = make_freeze_state(parameter)
+            state.freeze(parameter, self._token, label, synchronised=id(parameter) in synchronised)
         for module in modules.values():
             stop_statistics(module, self._token)
         self.accept()

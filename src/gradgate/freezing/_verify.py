@@ -74,17 +74,11 @@ def fingerprint(values: torch.Tensor) -> Fingerprint:
     weights = _weights()[:rows]
     if _kernels.usable(words):
         return Fingerprint(_kernels.checksums(words, weights, _BLOCK), values.dtype, values.numel())
-    weights = weights.to(words.device)
-    sums = torch.zeros(rows, -(-words.numel() // _BLOCK), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _STRETCH):
-        stretch = _mixed(words[start : start + _STRETCH])
-        if len(stretch) % _BLOCK:
-            stretch = torch.nn.functional.pad(stretch, (0, -len(stretch) % _BLOCK))
-        stretch = stretch.view(-1, _BLOCK)
-        for row in range(rows):
-            place = sums[row, start // _BLOCK : start // _BLOCK + len(stretch)]
-            torch.sum(stretch * weights[row], 1, out=place)
-    return Fingerprint(sums, values.dtype, values.numel())
+    weights, sums = weights.to(words.device), []
+    for stretch in torch.split(words, _STRETCH):
+        blocks = torch.nn.functional.pad(_mixed(stretch), (0, -len(stretch) % _BLOCK)).view(-1, 1, _BLOCK)
+        sums.append((blocks * weights).sum(2))
+    return Fingerprint(torch.cat(sums).T, values.dtype, values.numel())
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:

@@ -71,14 +71,13 @@ class GateModule(SettingsModule):
 
     def load_settings(self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
         for name in self.settings if self.save else ():
-            saved = state_dict.pop(prefix + name, None)
-            value = getattr(self, name)
+            saved, value = state_dict.pop(prefix + name, None), getattr(self, name)
             if saved is None:
                 missing_keys += [prefix + name] if value is not None else []
-            elif isinstance(value, torch.Tensor):
-                setattr(self, name, saved.detach().to(value.device, copy=True))
+            elif isinstance(value, torch.Tensor) or saved.dim():
+                setattr(self, name, saved.detach().to(getattr(value, "device", None), copy=True))
             else:
-                setattr(self, name, saved.item() if saved.dim() == 0 else saved.detach().clone())
+                setattr(self, name, saved.item())
 
 
 _CHECKS = {

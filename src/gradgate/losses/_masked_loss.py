@@ -446,10 +446,6 @@ class _ByPosition(_Picking):
     def over_loss(self, kept: torch.Tensor) -> torch.Tensor:
         return kept if self.indices else kept.all(1)
 
-    def picked(self, rows: torch.Tensor, *data: Any) -> tuple[Any, ...]:
-        input, target, *more = data
-        return self._behind(rows, input), self._pick(rows, target), *more
-
     def amounts(self, target: torch.Tensor, kw: dict[str, Any]) -> torch.Tensor:
         linear = isinstance(self.loss_fn, _LinearCrossEntropy)  # whose own weight is another one
         weight = kw.get("weight", None if linear else getattr(self.loss_fn, "weight", None))
@@ -459,10 +455,7 @@ class _ByPosition(_Picking):
         return torch.where(inside, weight[torch.where(inside, target, 0)], 0)
 
     def stood_in(self, mask: torch.Tensor, *data: Any) -> tuple[Any, ...]:
-        input, target, *more = data
-        over_classes = mask.unsqueeze(1)
-        safe = torch.where(mask if self.indices else over_classes, target, 0)
-        return torch.where(over_classes, input, 0), safe, *more
+        return tuple(torch.where(mask.unsqueeze(1) if one.is_floating_point() else mask, one, 0) for one in data)
 
     def finite_outside(self, mask: torch.Tensor, input: torch.Tensor) -> bool:
         """Whether the scores of what is left out are finite for certain; where those lie apart, all are read."""
@@ -473,12 +466,11 @@ class _ByPosition(_Picking):
         return math.isfinite(scores.sum().item())
 
     def _pick(self, rows: torch.Tensor, argument: Any) -> Any:
-        return argument.reshape(-1).index_select(0, rows) if self.indices else self._behind(rows, argument)
-
-    def _behind(self, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if scores.dim() > 2:
-            scores = scores.movedim(1, -1).reshape(-1, scores.shape[1])
-        return scores.index_select(0, rows)
+        if not argument.is_floating_point():  # classes, not scores of them
+            argument = argument.reshape(-1)
+        elif argument.dim() > 2:
+            argument = argument.movedim(1, -1).reshape(-1, argument.shape[1])
+        return argument.index_select(0, rows)
 
 
 class _ByOutput(_ByPosition):

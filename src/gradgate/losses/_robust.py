@@ -178,24 +178,11 @@ def barron(
 ) -> Tensor:
     """Return Barron's general loss, whose shape is a number: the other losses are among its members, and it can learn.
 
-    alpha = 2 is r^2 / 2, 1 Charbonnier, 0 Cauchy (with scale x sqrt(2)), -2 Geman-McClure (with scale x 2),
-    -inf Welsch (with scale x sqrt(2)).
-
-    Args:
-        residual: As in `huber`.
-        alpha: The shape; a number, or a tensor with finite values, which may learn. But this loss falls with alpha at
-            every residual, so that a learned alpha runs away to -inf: `adaptive` holds it.
-        scale: As in `huber`.
-        keep: As in `huber`.
-        weights: As in `huber`.
-        reduction: As in `huber`.
-
-    Returns:
-        scale^2 x b / alpha x ((1 + (r / scale)^2 / b)^(alpha / 2) - 1) with b = |alpha - 2|.
-
-    Raises:
-        ArgumentTypeError: alpha is not a number.
-        ArgumentValueError: As in `huber`, or alpha is inf.
+    It is scale^2 x b / alpha x ((1 + (r / scale)^2 / b)^(alpha / 2) - 1) with b = |alpha - 2|. alpha = 2 is r^2 / 2,
+    1 Charbonnier, 0 Cauchy (with scale x sqrt(2)), -2 Geman-McClure (with scale x 2), -inf Welsch (with scale x
+    sqrt(2)); inf is refused. alpha is a number, or a tensor with finite values, which may learn. But this loss falls
+    with alpha at every residual, so that a learned alpha runs away to -inf: `adaptive` holds it. The other arguments,
+    result and errors are those of `huber`.
 
     Gradient:
         r x (1 + (r / scale)^2 / b)^(alpha / 2 - 1) to the residual, and the slope in alpha and scale to those; smooth
@@ -238,23 +225,11 @@ def adaptive(
     A more robust shape, and a larger scale, make each residual cheaper, and the density lower by as much as its
     integral grows. So neither runs away: they become those under which the residuals are the most likely.
 
-    Args:
-        residual: As in `huber`.
-        alpha: The shape, 0 (Cauchy) or more; 2 is a normal distribution. A number, or a tensor, which may learn, of one
-            value or one for each channel: `2 * torch.sigmoid(parameter)`. A tensor gives NaN where it is beneath 0,
-            because the density has no integral there.
-        scale: As in `huber`; to learn it, `torch.nn.functional.softplus(parameter)`.
-        keep: As in `huber`.
-        weights: As in `huber`.
-        reduction: As in `huber`.
-
-    Returns:
-        barron(residual, alpha, scale) / scale^2 + log(scale) + log Z(alpha), with Z the integral of exp(-loss) at the
-        scale 1: sqrt(2 pi) for alpha = 2, pi sqrt(2) for 0.
-
-    Raises:
-        ArgumentTypeError: alpha is not a number.
-        ArgumentValueError: As in `huber`, or alpha is beneath 0 or infinite.
+    It is barron(residual, alpha, scale) / scale^2 + log(scale) + log Z(alpha), with Z the integral of exp(-loss) at the
+    scale 1: sqrt(2 pi) for alpha = 2, pi sqrt(2) for 0. alpha is 0 (Cauchy) or more; 2 is a normal distribution. It is
+    a number, or a tensor, which may learn, of one value or one for each channel: `2 * torch.sigmoid(parameter)`. A
+    number beneath 0 or infinite is refused; a tensor gives NaN there, because the density has no integral. To learn the
+    scale: `torch.nn.functional.softplus(parameter)`. The other arguments, result and errors are those of `huber`.
 
     Gradient:
         That of `barron` over scale^2 to the residual, and that of all three terms to alpha and scale. At alpha = 2 as
