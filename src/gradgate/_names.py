@@ -108,16 +108,13 @@ def _with_suggestions(function: FunctionType, shown: str) -> FunctionType:
     exec(compile(source, function.__code__.co_filename, "exec"), function.__globals__, made)
 
     def refuse(unknown: dict[str, object]) -> NoReturn:
-        raise _unknown_argument(shown, next(iter(unknown)), [name for name in parameters if name != "self"])
+        name, known = next(iter(unknown)), [name for name in parameters if name != "self"]
+        meant = [alias for alias in _ALIASES.get(name, ()) if alias in known] or nearest(name, known, 1)
+        guess = f"; did you mean {meant[0]}=?{_MEANING.get(meant[0], '')}" if meant else ""
+        why = f"its arguments are {', '.join(known)}." if known else "it takes none."
+        raise ArgumentTypeError(f"{shown}() has no argument {name!r}{guess}", why=why)
 
     call = made["make"](function, refuse)
     functools.update_wrapper(call, function)
     call.__defaults__, call.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return call
-
-
-def _unknown_argument(shown: str, name: str, known: Sequence[str]) -> ArgumentTypeError:
-    meant = [alias for alias in _ALIASES.get(name, ()) if alias in known] or nearest(name, known, 1)
-    guess = f"; did you mean {meant[0]}=?{_MEANING.get(meant[0], '')}" if meant else ""
-    why = f"its arguments are {', '.join(known)}." if known else "it takes none."
-    return ArgumentTypeError(f"{shown}() has no argument {name!r}{guess}", why=why)

@@ -65,7 +65,10 @@ def encode(tree: Any, *, limit: int = LIMIT) -> bytes:
 
 def decode(data: bytes, *, classes: Iterable[type] = ()) -> Any:
     try:
-        text = _header(data)["__metadata__"][_KEY]
+        length = int.from_bytes(data[:8], "little")
+        if not 2 <= length <= len(data) - 8:
+            raise ValueError(f"its header claims {length} bytes of {len(data)}")
+        text = json.loads(data[8 : 8 + length])["__metadata__"][_KEY]
         return _Reader(load(data), classes).tree(json.loads(text))
     except (
         SafetensorError, KeyError, ValueError, TypeError, IndexError, RuntimeError, OverflowError, RecursionError,
@@ -87,13 +90,6 @@ def missing_in(tree: Any) -> list[str]:
 
 def _file(node: Any, tensors: dict[str, torch.Tensor]) -> bytes:
     return save(tensors, metadata={_KEY: json.dumps(node, allow_nan=False)})
-
-
-def _header(data: bytes) -> Any:
-    length = int.from_bytes(data[:8], "little")
-    if not 2 <= length <= len(data) - 8:
-        raise ValueError(f"its header claims {length} bytes of {len(data)}")
-    return json.loads(data[8 : 8 + length])
 
 
 class _Writer:

@@ -323,6 +323,9 @@ def test_lightning_a_resumed_training_goes_on(tmp_path):
     trainer, _, resumed = lightning(Lit, data, tmp_path, resume=saving.best_model_path, **settings)
     assert [one.skipped for one in resumed.rewind.rewinds] == [one.skipped for one in whole.rewind.rewinds]
     assert resumed.rewind._number == trainer.global_step
+    loader = DataLoader(data, batch_size=BATCH, num_workers=0)
+    trainer.fit(trainer.lightning_module, loader, ckpt_path=saving.best_model_path)  # with the same callback
+    assert [one.skipped for one in resumed.rewind.rewinds] == [one.skipped for one in whole.rewind.rewinds]
 
 
 def test_lightning_says_what_it_cannot_rewind(tmp_path):

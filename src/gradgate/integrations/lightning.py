@@ -77,7 +77,10 @@ class GuardedModule(L.LightningModule):
     def trainer(self, trainer: Any) -> None:
         L.LightningModule.trainer.fset(self, trainer)
         if isinstance(trainer, L.Trainer):
-            _install(trainer)
+            if not any(isinstance(callback, GuardCallback) for callback in trainer.callbacks):
+                trainer.callbacks.insert(0, GuardCallback())
+            loop = trainer.fit_loop.epoch_loop.automatic_optimization
+            loop._make_closure = partial(_closure, loop)
 
     @property
     def guard(self) -> Guard:
@@ -177,7 +180,7 @@ class GuardCallback(L.Callback):
         """
         _check(trainer, pl_module)
         if self._guard is not None:
-            self._state = self._guard.state_dict()
+            self._state = {**(self._state or {}), **self._guard.state_dict()}
         self._guard = Guard(trainer.strategy.model, **self._options)
         if self._state is not None:
             self.load_state_dict(self._state)
@@ -196,6 +199,7 @@ class GuardCallback(L.Callback):
             follow(loader, None, guard)
         if self._rewind_options is not None:
             self.rewind = self._make_rewind(trainer, pl_module)
+        self._state = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Note the epoch."""
@@ -447,14 +451,6 @@ def _check(trainer: Any, module: Any) -> None:
 
 def _callback_of(trainer: Any) -> GuardCallback:
     return next(one for one in trainer.callbacks if isinstance(one, GuardCallback))
-
-
-def _install(trainer: Any) -> None:
-    """Let a Trainer make guarded steps."""
-    if not any(isinstance(callback, GuardCallback) for callback in trainer.callbacks):
-        trainer.callbacks.insert(0, GuardCallback())
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    loop._make_closure = partial(_closure, loop)
 
 
 def _closure(loop: Any, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
