@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from math import isfinite
 from operator import is_
 from typing import Any, NamedTuple, NoReturn, TypeGuard, TypeVar, cast
@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradgate._checks import wrong_type
 from gradgate._names import describe, listed
 from gradgate._torch_private import tree_flatten, write_counts
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
@@ -266,24 +267,20 @@ class BatchReader:
         dim, dims = (batch_dim, {}) if isinstance(batch_dim, int) else (0, dict(batch_dim))
         self.layout = BatchLayout(dim, dims, frozenset(shared))
         self.batch_dim = dim
-        self._same_for_all = not (dims or self.layout.shared)
+        self._by_shape = not (dims or self.layout.shared or select or count)
         self._select = select
         self._count = count
 
     def read(self, batch: Any, ids: Ids | None = None) -> tuple[int, int, Sequence[torch.Tensor]]:
         """Return what `count`, `writes` and `leaves` do; of most batches in one round, because every step asks."""
         if ids is not None and not _can_be_looked_up(ids):
-            raise ArgumentTypeError(
-                f"Guard.backward(): `ids` is {describe(ids)}.",
-                why="it has one name for each row, to be looked up by the number of the row.",
-                fix="guard.backward(batch, loss_fn, ids=list(ids))",
-            )
+            why = "it has one name for each row, to be looked up by the number of the row."
+            raise wrong_type(ids, "ids", "Guard.backward", why, "guard.backward(batch, loss_fn, ids=list(ids))")
         # Nearly every batch is a few tensors of one length; the general path costs ten times as much.
-        plain = self._plain(batch) if self._count is None and self._select is None else None
-        if plain is None or (ids is not None and len(ids) != plain[0]):
-            return self.count(batch, ids), self.writes(batch), self.leaves(batch)
-        size, writes, takes_gradient = plain
-        return size, writes, self.leaves(batch) if takes_gradient else ()
+        size, tensors = self._plain(batch)
+        if size is None or (ids is not None and len(ids) != size):
+            size, tensors = self.count(batch, ids), _tensors_of(batch)
+        return size, write_counts(tensors), _gradient_leaves(tensors)
 
     def count(self, batch: Any, ids: Ids | None = None) -> int:
         if self._count is not None:
@@ -302,12 +299,11 @@ class BatchReader:
         return found
 
     def writes(self, batch: Any) -> int:
-        return write_counts(leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+        return write_counts(_tensors_of(batch))
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
         """List the tensors of a batch that take a gradient themselves."""
-        tensors = [part for part in leaves_of(batch) if isinstance(part, torch.Tensor)]
-        return [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+        return _gradient_leaves(_tensors_of(batch))
 
     def select(self, batch: Any, rows: Rows, size: int) -> Any:
         return self.taking(batch, size)(rows, index_of(rows))
@@ -318,22 +314,17 @@ class BatchReader:
             return lambda rows, index: select(batch, list(rows))
         return lambda rows, index: select_rows(batch, index, size, self.layout)
 
-    def _plain(self, batch: Any) -> tuple[int, int, bool] | None:
-        """Return the size of a few tensors of one length, the writes to them, and whether any takes a gradient."""
-        if not self._same_for_all:
-            return None
-        kind = type(batch)
+    def _plain(self, batch: Any) -> tuple[int | None, Collection[torch.Tensor]]:
+        """Return the size of a few tensors of one length, and these; no size for any other batch."""
+        kind, dim, size = type(batch), self.batch_dim, None
         parts = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
-        size, takes_gradient, dim = -1, False, self.batch_dim
-        for part in parts:
-            if type(part) is not torch.Tensor or part.is_nested:
-                return None
-            shape = part.shape
-            if len(shape) <= dim or shape[dim] != size >= 0:
-                return None
-            size = shape[dim]
-            takes_gradient = takes_gradient or part.requires_grad
-        return None if size < 0 else (size, write_counts(parts), takes_gradient)
+        for part in parts if self._by_shape else ():
+            if type(part) is not torch.Tensor or part.is_nested or part.dim() <= dim:
+                return None, ()
+            if size is not None and part.shape[dim] != size:
+                return None, ()
+            size = part.shape[dim]
+        return size, parts
 
     def _agreed(self, batch: Any, ids: Ids | None) -> int:
         possible = _sizes(batch, self.layout)
@@ -355,6 +346,14 @@ class BatchReader:
             'Guard(model, shared=("class_weights",))   # keys of parts that are not per sample\n'
             f"{SELECT_FIX}",
         )
+
+
+def _tensors_of(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def _gradient_leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
 
 
 def _can_be_looked_up(ids: object) -> bool:
