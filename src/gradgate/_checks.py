@@ -138,7 +138,7 @@ def check_shape(value: Any, shape: tuple[int, ...], *, name: str, function: str)
 
 
 def check_broadcast(x: torch.Tensor, y: torch.Tensor, *, names: tuple[str, str], function: str) -> None:
-    """Say it where two shapes do not broadcast; asked only after torch has refused, so that it costs nothing."""
+    """Raise where two shapes do not broadcast; called only after torch has refused, so that it costs nothing."""
     try:
         torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
     except RuntimeError:

@@ -288,37 +288,37 @@ class TrainingState:
         """Ends what a forward or backward of the model has left unfinished, where a wrapper must know of it."""
         self.refresh()
 
-    def refresh(self, guests: Sequence[torch.Tensor] = ()) -> None:
+    def refresh(self, batch_leaves: Sequence[torch.Tensor] = ()) -> None:
         """Look again at what parameters and buffers there are; modules may have been moved or extended."""
         modules = dict.fromkeys(module for root in self._roots for module in root.modules())
         found = (parameter for module in modules for parameter in module.parameters(recurse=False))
-        parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self.adopted, *guests]))
+        parameters: list[torch.Tensor] = list(dict.fromkeys([*found, *self.adopted, *batch_leaves]))
         tables = [table for module in modules if (table := buffers_of(module))]
         bound = [(table, name, buffer) for table in tables for name, buffer in table.items()]
         dense = [_without_repeats(b) for b in dict.fromkeys(buffer for *_, buffer in bound) if b is not None]
         copies = BufferCopies(dense)
         self._random.watch({tensor.device for tensor in [*parameters, *dense]})
         self._device = _device_of(parameters)
-        self.modules, self.parameters, self._guests = modules, parameters, list(guests)
+        self.modules, self.parameters, self._batch_leaves = modules, parameters, list(batch_leaves)
         self._tables, self._bound, self._copies = tables, bound, copies
 
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Take in parameters that a step is about to train although no guarded module owns them, and give these."""
+        """Add parameters that a step is about to train although no guarded module owns them; return the new ones."""
         known = set(self.parameters)
-        strangers = [parameter for parameter in parameters if parameter not in known]
-        self._lay_aside(strangers)  # first: what is not laid aside must not be dropped
-        self.adopted += strangers
-        self.parameters += strangers
-        return strangers
+        new = [parameter for parameter in parameters if parameter not in known]
+        self._lay_aside(new)  # first: what is not laid aside must not be dropped
+        self.adopted += new
+        self.parameters += new
+        return new
 
-    def remember(self, guests: Sequence[torch.Tensor] = ()) -> None:
+    def remember(self, batch_leaves: Sequence[torch.Tensor] = ()) -> None:
         """Take the state as it is before a step; gradients of earlier steps are laid aside, not copied."""
         if self.open:
             self.give_back()
         self._modes.remember()
         self._gradients, self._added, self._complete, self.open = [], None, False, True
-        if guests or self._guests or self.was_rebound():
-            self.refresh(guests)
+        if batch_leaves or self._batch_leaves or self.was_rebound():
+            self.refresh(batch_leaves)
         if self._bound:
             self._copies.take()
         self._random.remember()
@@ -406,8 +406,6 @@ class TrainingState:
 
     def new_buffers(self) -> list[str]:
         """Name the buffers that appeared during the step; what they were before is not known."""
-        if sum(len(buffers_of(module)) for module in self.modules) == len(self._bound):
-            return []
         known = {(id(table), name) for table, name, _ in self._bound}
         return [
             f"{path}.{name}".lstrip(".")
@@ -429,11 +427,8 @@ class TrainingState:
         return self._names(p for p in self.parameters if not bool(torch.isfinite(p.detach()).all()))
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        chosen = list(parameters)
-        if not chosen:
-            return []
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
-        return [names.get(id(parameter), "a parameter") for parameter in chosen]
+        return [names.get(id(parameter), "a parameter") for parameter in parameters]
 
 
 def _device_of(tensors: list[torch.Tensor]) -> torch.device | None:
