@@ -173,11 +173,7 @@ class GuardCallback(L.Callback):
         return self._guard
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the guard.
-
-        Raises:
-            ArgumentTypeError: The module, or its strategy, cannot be guarded.
-        """
+        """Make the guard, or raise if the module or its strategy cannot be guarded."""
         _check(trainer, pl_module)
         if self._guard is not None:
             self._state = {**(self._state or {}), **self._guard.state_dict()}
@@ -187,11 +183,7 @@ class GuardCallback(L.Callback):
         self._metrics = [part for part in pl_module.modules() if isinstance(part, Metric)]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let the loaders number what they leave out by the guard's steps, and make the `Rewind`.
-
-        Raises:
-            ArgumentTypeError: There is a `rewind`, and steps of this training cannot be made again.
-        """
+        """Let the loaders number what they leave out by the guard's steps, and make the `Rewind`."""
         guard = self.guard
         guard.epoch = trainer.current_epoch
         guard._move_to(trainer.global_step, 0, trainer.accumulate_grad_batches)

@@ -215,16 +215,7 @@ class GuardedTrainerMixin(_AnyTrainer):
         return guard
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Make forward, loss and backward of a micro-batch without its bad samples.
-
-        Args:
-            model: The model, as the trainer has wrapped it.
-            inputs: The micro-batch.
-            num_items_in_batch: How much all micro-batches of the step are a sum of, if the loss is divided by that.
-
-        Returns:
-            The loss, detached.
-        """
+        """Make forward, loss and backward of a micro-batch without its bad samples; as `Trainer.training_step`."""
         guard = self._begin(model) if self.guard is None or self._guarded is not model else self.guard
         batch = None if isinstance(inputs, _NoSamples) else inputs
         alone = num_items_in_batch is None or (self.args.gradient_accumulation_steps == 1 and _processes(guard) == 1)
