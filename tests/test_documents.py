@@ -45,8 +45,8 @@ def run(page, line, code):
 @pytest.mark.parametrize(("page", "line", "code", "shown"), list(blocks()))
 def test_a_block_runs_and_prints_what_is_shown(page, line, code, shown, tmp_path, monkeypatch):
     if page.parent.name == "frameworks":
-        for package in re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE):
-            pytest.importorskip(package)
+        for module in re.findall(r"^(?:from|import) ([\w.]+)", code, re.MULTILINE):
+            pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
     printed = run(page, line, code)
     if page.parent.name == "troubles" and not torch.__version__.startswith(PINNED):

@@ -7,9 +7,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gradgate.errors import ArgumentTypeError, TooManyRewinds
-from tests.integrations.faulty import equal, run_ranks
-from tests.integrations.test_accelerate import Ruinous as RuinousPairs
-from tests.integrations.test_accelerate import rewound as accelerated
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
@@ -21,6 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from gradgate.integrations.lightning import GuardCallback, GuardedModule
 from gradgate.integrations.transformers import GuardedTrainer
+from tests.integrations.faulty import equal, run_ranks
+from tests.integrations.test_accelerate import Ruinous as RuinousPairs
+from tests.integrations.test_accelerate import rewound as accelerated
 
 ROWS, BATCH = 240, 2
 SCHEDULE = {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 5}  # whatever the number of steps of the training
