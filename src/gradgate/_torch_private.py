@@ -479,7 +479,7 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
     if destinations:
         try:
             _copy_all(destinations, sources)
-        except (NotImplementedError, AssertionError):  # shards (torch 2.8 asserts): their parts in this process
+        except (RuntimeError, AssertionError):  # shards, refused by torch in several ways: their parts in this process
             _copy_all(list(map(local_part, destinations)), list(map(local_part, sources)))
 
 
