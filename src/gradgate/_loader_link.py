@@ -49,9 +49,8 @@ class LoaderIds(tuple[str | None, ...]):
 
     def if_current(self, training: StepCounter, size: int) -> LoaderIds | None:
         """Return the ids if the loader has given as many batches as the guard has made steps, and this one."""
-        return (
-            self if self.source is not None and self.source.gave_only_this_to(training) and len(self) == size else None
-        )
+        current = self.source is not None and self.source.gave_only_this_to(training)
+        return self if current and len(self) == size else None
 
 
 class Given:
@@ -165,11 +164,9 @@ class GivenBatches:
     def _find_training(self) -> StepCounter | None:
         training: StepCounter | None = None if self._training is None else self._training()
         if training is None and self._sink is not None:
-            for training, keys in reversed(list(_TRAININGS.items())):
-                if self._sink in keys:
-                    self.follow(training)
-                    return training
-            return None
+            training = next((one for one, keys in reversed(list(_TRAININGS.items())) if self._sink in keys), None)
+            if training is not None:
+                self.follow(training)
         return training
 
 
@@ -234,13 +231,14 @@ class _Equality(_Identity):
         self._bytes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _same(self, one: Any, other: Any) -> bool:
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            comparable = one.shape == other.shape and one.dtype == other.dtype and _is_plain(one) and _is_plain(other)
-            return comparable and torch.equal(self._bytes_of(one), self._bytes_of(other))
-        if is_array(one) and is_array(other):
-            comparable = one.shape == other.shape and one.dtype == other.dtype and not one.dtype.hasobject
-            return comparable and one.tobytes() == other.tobytes()
-        return super()._same(one, other)
+        tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        if not tensors and not (is_array(one) and is_array(other)):
+            return super()._same(one, other)
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if tensors:
+            return _is_plain(one) and _is_plain(other) and torch.equal(self._bytes_of(one), self._bytes_of(other))
+        return not one.dtype.hasobject and bool(one.tobytes() == other.tobytes())
 
     def _bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._bytes:

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from gradgate import freezing
-from gradgate._checks import check_module
+from gradgate._checks import check_module, wrong_type
 from gradgate._names import describe, suggest_names
 from gradgate.doctor import Diagnosis, diagnose
 from gradgate.errors import ArgumentTypeError
-from gradgate.records import Finding
 
 __all__ = ["assert_finite_grads", "assert_frozen", "assert_learns", "assert_no_cut"]
 
@@ -56,7 +55,7 @@ def assert_learns(
     """
     __tracebackhide__ = True
     step = _step_of(model, batch, loss_fn, "assert_learns")
-    _refuse(_examine(model, step), (*_CUTS, *_BAD, *_IDLE))
+    _refuse(model, step, (*_CUTS, *_BAD, *_IDLE))
     if steps:
         first, last = _losses(model, step, steps, learning_rate)
         if not last < first:
@@ -69,18 +68,17 @@ def assert_no_cut(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> None:
     Args:
         model: The model.
         batch: One batch.
-        loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; returns the loss.
+        loss_fn: As in `assert_learns`.
 
     Raises:
         AssertionError: A line cuts; the message says which.
-        ArgumentTypeError: `model` is not a module, or `loss_fn` cannot be called.
 
     Examples:
         >>> model = torch.nn.Linear(4, 1)
         >>> gg.testing.assert_no_cut(model, torch.randn(16, 4), lambda model, x: model(x).mean())
     """
     __tracebackhide__ = True
-    _refuse(_examine(model, _step_of(model, batch, loss_fn, "assert_no_cut")), _CUTS)
+    _refuse(model, _step_of(model, batch, loss_fn, "assert_no_cut"), _CUTS)
 
 
 def assert_finite_grads(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> None:
@@ -89,11 +87,10 @@ def assert_finite_grads(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> 
     Args:
         model: The model.
         batch: One batch.
-        loss_fn: `loss_fn(batch)` or `loss_fn(model, batch)`; returns the loss.
+        loss_fn: As in `assert_learns`.
 
     Raises:
         AssertionError: A gradient is NaN or Inf; the message says where it was produced and in which samples.
-        ArgumentTypeError: `model` is not a module, or `loss_fn` cannot be called.
 
     Examples:
         >>> model = torch.nn.Linear(4, 1)
@@ -102,7 +99,7 @@ def assert_finite_grads(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> 
         AssertionError: error GG403: Inf gradient produced in the backward of `(model(x) * 0).sqrt()`...
     """
     __tracebackhide__ = True
-    _refuse(_examine(model, _step_of(model, batch, loss_fn, "assert_finite_grads")), _BAD)
+    _refuse(model, _step_of(model, batch, loss_fn, "assert_finite_grads"), _BAD)
 
 
 def assert_frozen(*handles: Any) -> None:
@@ -129,11 +126,8 @@ def _step_of(
 ) -> Callable[[], torch.Tensor]:
     check_module(model, name="model", function=function)
     if not callable(loss_fn):
-        raise ArgumentTypeError(
-            f"{function}(): `loss_fn` is {describe(loss_fn)}.",
-            why="it computes the loss of the batch.",
-            fix=f"{function}(model, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))",
-        )
+        fix = f"{function}(model, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))"
+        raise wrong_type(loss_fn, "loss_fn", function, "it computes the loss of the batch.", fix)
     with_model = _takes_model(loss_fn)
 
     def step() -> torch.Tensor:
@@ -173,22 +167,16 @@ def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _examine(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> Diagnosis:
-    with _left_as_it_was(model):
-        return diagnose(step, model=model)
-
-
-def _refuse(diagnosis: Diagnosis, codes: tuple[str, ...]) -> None:
+def _refuse(model: torch.nn.Module, step: Callable[[], torch.Tensor], codes: tuple[str, ...]) -> None:
+    """Raise what the doctor finds of some codes in a step."""
     __tracebackhide__ = True
+    with _left_as_it_was(model):
+        diagnosis = diagnose(step, model=model)
     found = tuple(finding for finding in diagnosis.at_least("warning") if finding.code in codes)
     if diagnosis.exception is not None:  # then nothing is proved
         found = found or diagnosis.at_least("error")
     if found or diagnosis.exception is not None:
-        raise AssertionError(_text(found)) from diagnosis.exception
-
-
-def _text(findings: tuple[Finding, ...]) -> str:
-    return str(Diagnosis(findings)).strip()
+        raise AssertionError(str(Diagnosis(found)).strip()) from diagnosis.exception
 
 
 def _losses(model: torch.nn.Module, step: Callable[[], torch.Tensor], steps: int, rate: float) -> tuple[float, float]:

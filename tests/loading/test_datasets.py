@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, default_collate
 
 import gradgate as gg
-from gradgate.loading._collating import collate_what_fits
+from gradgate.loading._fetching import collate_what_fits
 from tests.loading.broken import Generated, Numbers, Stepped
 
 

@@ -203,3 +203,10 @@ def test_hard_samples_come_with_their_losses_and_the_median_of_all(ledger):
     assert [one["sample"] for one in hard["listed"]] == ["wrong", *(f"s{place}" for place in range(39, 28, -1))]
     assert hard["listed"][0] == {"sample": "wrong", "losses": [500.0] * 4, "recent": 500.0, "suspicious": True}
     assert data_of(render_page(MemoryBook(many(3))))["ledger"]["hard"] is None
+
+
+def test_how_columns_are_written():
+    assert _columns.words(["b", "a", None, "b"]) == {"words": ["b", "a"], "index": [0, 1, -1, 0]}
+    assert _columns.deltas([100, 101, None, 105]) == {"deltas": [100, 1, None, 4]}
+    assert _columns.numbers([0.123456789, math.nan, None]) == {"numbers": [0.1235, "nan", None]}
+    assert [_columns.number(value) for value in (-math.inf, 1 / 3)] == ["-inf", 0.3333]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gradgate._names import suggest_names
 from gradgate.loading._bad_samples import BadSample
-from gradgate.loading._collating import collate
-from gradgate.loading._fetching import ResilientDataset, ResilientStream
+from gradgate.loading._fetching import ResilientDataset, ResilientStream, collate
 from gradgate.loading._known_bad import QuarantineSampler, without
 from gradgate.loading._loader import ResilientLoader, resilient
 

@@ -140,7 +140,7 @@ class ResilientLoader(Generic[Batch]):
             prepared: What `accelerator.prepare(loader)` gave. It is changed in place.
 
         Returns:
-            The prepared loader; `incidents`, `ids` and `skipped` are read from it.
+            The prepared loader.
 
         Raises:
             ArgumentTypeError: One process loads for all of them, which needs whole batches.
@@ -209,11 +209,7 @@ class ResilientLoader(Generic[Batch]):
         return f"<resilient {type(self._loader).__name__}: {left_out} samples left out>"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch is, to be saved with a checkpoint.
-
-        Returns:
-            Plain values and tensors: how many batches the loop has had, what the order of the epoch was drawn from, and
-            what a `QuarantineSampler` leaves out of it.
+        """Return where the epoch is as plain values and tensors, to be saved with a checkpoint.
 
         Raises:
             ArgumentValueError: The loader has `in_order=False`, so the batches so far are not the first ones.
@@ -396,9 +392,7 @@ class _BadStreak:
         self._row: list[tuple[BadSample, Incident | None]] = []
 
     def count(self, report: Report, incidents: dict[int, Incident]) -> None:
-        outcomes: list[BadSample | None] = [*report.skipped]
-        outcomes += [report.bad.get(row) for row in range(len(report.indices))]
-        for outcome in outcomes:
+        for outcome in (*report.skipped, *map(report.bad.get, range(len(report.indices)))):
             if outcome is None:
                 self.reset()
             else:

@@ -9,7 +9,7 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -53,24 +53,14 @@ class Book(Protocol):
 
 
 def words(values: Iterable[str | None]) -> dict[str, Any]:
-    """Write texts as a list of the different ones and the place of each in it; -1 stands for None.
-
-    Examples:
-        >>> words(["b", "a", None, "b"])
-        {'words': ['b', 'a'], 'index': [0, 1, -1, 0]}
-    """
+    """Write texts as a list of the different ones and the place of each in it; -1 stands for None."""
     places: dict[str | None, int] = {}
     index = [-1 if value is None else places.setdefault(value, len(places)) for value in values]
     return {"words": list(places), "index": index}
 
 
 def deltas(values: Iterable[int | None]) -> dict[str, Any]:
-    """Write whole numbers as the steps from one to the next: small ones, where they are in order.
-
-    Examples:
-        >>> deltas([100, 101, None, 105])
-        {'deltas': [100, 1, None, 4]}
-    """
+    """Write whole numbers as the steps from one to the next: small ones, where they are in order."""
     steps: list[int | None] = []
     last = 0
     for value in values:
@@ -80,22 +70,11 @@ def deltas(values: Iterable[int | None]) -> dict[str, Any]:
 
 
 def numbers(values: Iterable[float | None]) -> dict[str, Any]:
-    """Write numbers with the digits that a page shows.
-
-    Examples:
-        >>> numbers([0.123456789, float("nan"), None])
-        {'numbers': [0.1235, 'nan', None]}
-    """
     return {"numbers": [number(value) for value in values]}
 
 
 def number(value: float | None) -> float | str | None:
-    """Return a number with four digits; what JSON does not have becomes text.
-
-    Examples:
-        >>> number(float("-inf")), number(1 / 3)
-        ('-inf', 0.3333)
-    """
+    """Return a number with the four digits that a page shows; what JSON does not have becomes text."""
     if value is None:
         return None
     if not math.isfinite(value):
@@ -194,36 +173,27 @@ def _part(kind: str, node: Any, header: dict[str, Any], body: memoryview, budget
     size = struct.calcsize("<" + _CODES[dtype])
     if not 0 <= start <= end <= len(body) or count * size != end - start:
         raise ValueError(f"a tensor of shape {shape} in {end - start} bytes")
-    values = _Values(dtype, body[start:end], count)
-    picture = _picture_axes(shape, dtype)
+    values = _reader(dtype, body[start:end])
+    axes = _picture_axes(shape, dtype)
+    picture = None if axes is None else _picture(values, axes, dtype, budget)
     if picture is not None:
-        shown = _picture(values, picture, dtype, budget)
-        if shown is not None:
-            return {"kind": "picture", **about, **shown}
+        return {"kind": "picture", **about, **picture}
     return {"kind": "numbers", **about, **_summary(values, count, budget)}
 
 
-class _Values:
-    """The values of a tensor: all of them read at once, or one by one where there are too many."""
-
-    def __init__(self, dtype: str, data: memoryview, count: int) -> None:
-        self._one = struct.Struct("<" + _CODES[dtype])
-        self._brain = dtype == "BF16"
-        self._data = data
-        self._all = struct.unpack(f"<{count}{_CODES[dtype]}", data) if count <= _VALUES_READ else None
-
-    def __getitem__(self, place: int) -> float:
-        value = self._one.unpack_from(self._data, place * self._one.size)[0] if self._all is None else self._all[place]
-        if self._brain:  # The upper half of a float32.
-            value = struct.unpack("<f", struct.pack("<I", value << 16))[0]
-        return value  # type: ignore[no-any-return]
+def _reader(dtype: str, data: memoryview) -> Callable[[int], float]:
+    """Return a function that gives the value at a place of a tensor."""
+    one = struct.Struct("<" + _CODES[dtype])
+    if dtype == "BF16":  # The upper half of a float32.
+        return lambda place: struct.unpack("<f", bytes(2) + data[2 * place : 2 * place + 2])[0]
+    return lambda place: one.unpack_from(data, place * one.size)[0]
 
 
-def _summary(values: _Values, count: int, budget: Budget) -> dict[str, Any]:
+def _summary(values: Callable[[int], float], count: int, budget: Budget) -> dict[str, Any]:
     """Return the first values, and the range of all, or of evenly spread ones where there are too many to read."""
-    first = [number(values[place]) for place in range(min(count, _VALUES_SHOWN))]
+    first = [number(values(place)) for place in range(min(count, _VALUES_SHOWN))]
     stride = max(1, -(-count // max(1, min(_VALUES_READ, budget.values))))
-    read = [values[place] for place in range(0, count, stride)]
+    read = [values(place) for place in range(0, count, stride)]
     budget.values -= len(read)
     finite = [value for value in read if math.isfinite(value)]
     return {
@@ -255,7 +225,7 @@ def _picture_axes(shape: Sequence[int], dtype: str) -> tuple[int, int, int, int,
 
 
 def _picture(
-    values: _Values, axes: tuple[int, int, int, int, int, int], dtype: str, budget: Budget
+    values: Callable[[int], float], axes: tuple[int, int, int, int, int, int], dtype: str, budget: Budget
 ) -> dict[str, Any] | None:
     """Return a small picture: a byte for each pixel and channel, 255 for one that holds NaN or Inf."""
     channels, height, width, over_channels, over_rows, over_columns = axes
@@ -275,7 +245,7 @@ def _picture(
         for column in columns:
             for channel in range(shown):
                 seen = [
-                    values[channel * over_channels + y * over_rows + x * over_columns]
+                    values(channel * over_channels + y * over_rows + x * over_columns)
                     for y in range(row, min(row + block, height), skip)
                     for x in range(column, min(column + block, width), skip)
                 ]
@@ -283,7 +253,10 @@ def _picture(
                 bad += wrong
                 cells.append(None if wrong else _mean(seen))
     finite = [cell for cell in cells if cell is not None]
-    black, white = _ends(finite, dtype)
+    low, high = min(finite, default=None), max(finite, default=None)
+    black, white = low or 0.0, 1.0 if high is None else high
+    if dtype == "U8" or (black >= 0 and white <= 1):
+        black, white = 0.0, 255.0 if dtype == "U8" else 1.0  # The usual ends, where the values lie between them.
     span = white / 2 - black / 2  # Halves, because the difference of two large numbers may be infinite.
     shades = (None if cell is None else (cell / 2 - black / 2) / span if span else 0.0 for cell in cells)
     pixels = bytes(255 if shade is None else min(254, max(0, round(254 * shade))) for shade in shades)
@@ -292,8 +265,8 @@ def _picture(
         "width": len(columns),
         "channels": shown,
         "pixels": base64.b64encode(pixels).decode(),
-        "low": number(min(finite, default=None)),
-        "high": number(max(finite, default=None)),
+        "low": number(low),
+        "high": number(high),
         "black": number(black),
         "white": number(white),
         "bad": bad,
@@ -307,16 +280,6 @@ def _mean(values: Sequence[float]) -> float:
     except OverflowError:  # The sum is larger than any number; the mean is not.
         mean = 2 * math.fsum(value / 2 / len(values) for value in values)
         return min(max(mean, min(values)), max(values))
-
-
-def _ends(cells: Sequence[float], dtype: str) -> tuple[float, float]:
-    """Return what is black and what is white: the usual ends where the values lie between them, else their own."""
-    low, high = min(cells, default=0.0), max(cells, default=1.0)
-    if dtype == "U8":
-        return 0.0, 255.0
-    if low >= 0 and high <= 1:
-        return 0.0, 1.0
-    return low, high
 
 
 # --- Which samples are shown ----------------------------------------------------------------------------------------
@@ -399,11 +362,14 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # Made o
 def gather(book: Book, name: str) -> dict[str, Any]:
     """Read a ledger into plain values for the page."""
     incidents = list(book.incidents(limit=LIMIT, newest_first=True))[::-1]
-    samples = words(incident.sample_id for incident in incidents)
+
+    def each(attribute: str) -> Iterator[Any]:
+        return (getattr(incident, attribute) for incident in incidents)
+
+    samples = words(each("sample_id"))
     bad = book.bad_ids()
-    messages, cut = _within(words(incident.message for incident in incidents))
-    details, details_cut = _within(words(_details(incident) for incident in incidents), whole=True)
-    names = [incident.id for incident in incidents]
+    messages, cut = _within(words(each("message")))
+    details, details_cut = _within(words(map(_details, incidents)), whole=True)
     return {
         "name": name,
         "total": max(book.stats().incidents, len(incidents)),
@@ -411,25 +377,18 @@ def gather(book: Book, name: str) -> dict[str, Any]:
         "runs": [plain(run.to_dict()) for run in book.runs()],
         "cut": cut or details_cut,
         "bad_words": deltas(place for place, sample in enumerate(samples["words"]) if sample in bad),
-        "id": _beginnings(names),
+        "id": _beginnings(list(each("id"))),
         "columns": {
-            "time": deltas(_milliseconds(incident.time) for incident in incidents),
-            "run": words(incident.run for incident in incidents),
-            "step": deltas(incident.step for incident in incidents),
-            "epoch": deltas(incident.epoch for incident in incidents),
-            "rank": deltas(incident.rank for incident in incidents),
-            "row": deltas(incident.row for incident in incidents),
+            "time": deltas(map(_milliseconds, each("time"))),
             "sample": samples,
-            "stage": words(incident.stage for incident in incidents),
-            "cause": words(incident.cause for incident in incidents),
-            "exception": words(incident.exception_type for incident in incidents),
+            "exception": words(each("exception_type")),
             "message": messages,
-            "where": words(incident.where for incident in incidents),
-            "module": words(incident.module for incident in incidents),
-            "loss": numbers(incident.loss for incident in incidents),
-            "norm": numbers(incident.grad_norm for incident in incidents),
-            "transient": deltas(int(incident.transient) for incident in incidents),
+            "loss": numbers(each("loss")),
+            "norm": numbers(each("grad_norm")),
+            "transient": deltas(map(int, each("transient"))),
             "details": details,
+            **{name: deltas(each(name)) for name in ("step", "epoch", "rank", "row")},
+            **{name: words(each(name)) for name in ("run", "stage", "cause", "where", "module")},
         },
         "previews": choose_previews(book, incidents),
         "hard": hard_samples(book),

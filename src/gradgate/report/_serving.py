@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 
 from gradgate.errors import GradgateError, LedgerError
@@ -82,9 +82,7 @@ class LiveView:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -92,16 +90,13 @@ class _Source:
     """The data of the page, read anew when the file has changed, and not too often."""
 
     def __init__(self, ledger: Book, diagnosis: Mapping[str, Any] | None) -> None:
+        self.title = title_of(ledger)
         self._ledger = ledger
         self._diagnosis = diagnosis
         self._lock = threading.Lock()
         self._seen: object = None
         self._data = b""
         self._not_before = 0.0
-
-    @property
-    def title(self) -> str:
-        return title_of(self._ledger)
 
     def data(self) -> tuple[str, bytes]:
         """Return the data of now, and a name for this state of it."""
@@ -118,15 +113,12 @@ class _Source:
         path = getattr(self._ledger, "path", None)
         if path is None:
             return time.monotonic()
-        return [_stamp(str(path)), _stamp(f"{path}-wal")]
-
-
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+        stamps: list[tuple[int, int, int] | None] = [None, None]
+        for place, end in enumerate(("", "-wal")):
+            with suppress(OSError):
+                status = os.stat(f"{path}{end}")
+                stamps[place] = status.st_ino, status.st_mtime_ns, status.st_size
+        return stamps
 
 
 class _Server(ThreadingHTTPServer):
