@@ -67,18 +67,12 @@ class ResilientLoader(Generic[Batch]):
         skipped: How many batches were left out because none of their samples could be loaded.
 
     Examples:
-        >>> class Images(torch.utils.data.Dataset):
-        ...     def __len__(self):
-        ...         return 6
-        ...     def __getitem__(self, index):
-        ...         if index == 4:
-        ...             raise OSError("truncated image")
-        ...         return torch.tensor(index)
-        >>> loader = gg.resilient(torch.utils.data.DataLoader(Images(), batch_size=3))
+        >>> images = {index: torch.tensor(index) for index in (0, 1, 2, 3, 5)}
+        >>> loader = gg.resilient(torch.utils.data.DataLoader(images, sampler=range(6), batch_size=3))
         >>> [(batch.tolist(), loader.ids) for batch in loader]
         [([0, 1, 2], ('0', '1', '2')), ([3, 5], ('3', '5'))]
-        >>> [(incident.sample_id, incident.message) for incident in loader.incidents]
-        [('4', 'truncated image')]
+        >>> [(incident.sample_id, incident.exception_type) for incident in loader.incidents]
+        [('4', 'KeyError')]
     """
 
     _own = frozenset({"exceptions", "skipped"})
@@ -94,13 +88,10 @@ class ResilientLoader(Generic[Batch]):
     ) -> None:
         _check(loader, refill, worker_timeout)
         self._settings = attempts, log, refill, patience, worker_timeout
-        self._loader = loader
-        self._attempts = attempts
-        self._log = log
+        self._loader, self._attempts, self._log = loader, attempts, log
+        self._refill, self._worker_timeout = refill, worker_timeout
         self._size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         self._patience = max(32, 2 * self._size) if patience is None else patience
-        self._worker_timeout = worker_timeout
-        self._refill = refill
         single = loader.batch_sampler is None
         order = Asking(loader.sampler if single else loader.batch_sampler, refill=refill, single=single)
         self._asking = None if isinstance(loader.dataset, IterableDataset) else order
@@ -444,17 +435,14 @@ def _check(loader: DataLoader[Any], refill: bool, worker_timeout: float | None) 
             why="a batch is filled up with the samples after it, so there must be an order.",
             fix="gg.resilient(loader, refill=False)",
         )
-    if worker_timeout is not None:
-        _check_watched(loader)
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         raise ArgumentTypeError(
             f"resilient(): the dataset is {describe(loader.dataset)}, a data pipe.",
             why="torch gives its random seeds to data pipes only, not to what is around them.",
             fix="a Dataset or IterableDataset",
         )
-
-
-def _check_watched(loader: DataLoader[Any]) -> None:
+    if worker_timeout is None:
+        return
     if isinstance(loader.dataset, IterableDataset):
         raise ArgumentTypeError(
             f"resilient(): `worker_timeout` is given, and the dataset is {describe(loader.dataset)}, a stream.",

@@ -39,21 +39,21 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
         say(f"The same network {epochs} epochs on handwritten digits, four times. The table fills as they train.")
     import torch  # Here and below, because all of it loads torch, and `--help` does not need it.
 
-    from gradgate.cli.demo._show import Screen, as_dict, replayed_from, same_weights, write_ending
-    from gradgate.cli.demo._trainings import TRAININGS, Training, load
+    from gradgate.cli.demo import _trainings
+    from gradgate.cli.demo._trainings import TRAININGS, Training
     from gradgate.ledger import Ledger
 
     log = logging.getLogger("gradgate")
     ctx.call_on_close(partial(log.setLevel, log.level))
     log.setLevel(logging.ERROR)  # The line that each drop logs would break the table.
     torch.set_num_threads(1)  # The images are small: more threads would only wait for each other.
-    train, test = load(seed, bad_fraction)
+    train, test = _trainings.load(seed, bad_fraction)
     out.mkdir(parents=True, exist_ok=True)
     path = out / "demo.ledger"
     for ending in ("", "-wal", "-shm"):
         path.with_name(path.name + ending).unlink(missing_ok=True)
     ledger = Ledger(path, payload=True)
-    screen = Screen(train, test, quiet=as_json)
+    screen = _trainings.Screen(train, test, quiet=as_json)
     trainings: dict[str, Training] = {}
     with screen.live:
         for letter, (_, run) in TRAININGS.items():
@@ -61,14 +61,14 @@ def demo(ctx: click.Context, epochs: int, seed: int, bad_fraction: float, out: P
             for progress in run(training):
                 screen.show(letter, progress)
             screen.show(letter, training.progress)
-    same = same_weights(trainings["c"], trainings["d"])
+    same = _trainings.same_weights(trainings["c"], trainings["d"])
     found = {str(incident.sample_id) for incident in ledger.incidents()}
     right = found == {str(index) for index in train.broken}
-    replayed = replayed_from(ledger, trainings["c"])
+    replayed = _trainings.replayed_from(ledger, trainings["c"])
     ledger.close()
-    page = write_ending(out / "report.html", path, Training(train, test, epochs, seed))
+    page = _trainings.write_ending(out / "report.html", path, Training(train, test, epochs, seed))
     if as_json:
-        show_json({**as_dict(trainings, same, right, path, replayed), "report": str(page)})
+        show_json({**_trainings.as_dict(trainings, same, right, path, replayed), "report": str(page)})
     else:
         screen.conclude(same=same, right=right, ledger=path, replayed=replayed, page=page)
     ctx.exit(0 if same and right else 1)

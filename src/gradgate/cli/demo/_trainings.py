@@ -1,25 +1,37 @@
 """Handwritten digits, some of them broken, and four trainings: plain, skipping batches, guarded, without the broken.
 
 All four have the same data and seeds. Each is the loop that one would write; they differ in the few lines that matter.
+They are shown side by side, with a page about them at the end.
 """
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, default_collate
 
+from gradgate.doctor import diagnose
 from gradgate.errors import ArgumentValueError
 from gradgate.guard import Guard
 from gradgate.ledger import Ledger
 from gradgate.loading import resilient
 from gradgate.modes import grad_mode
+from gradgate.replaying import Replay, replay
+from gradgate.report import write_page
 
 BATCH = 32
 FAULTS = {
@@ -92,6 +104,10 @@ class Progress:
     batches_lost: int = 0
     samples_lost: int = 0
     end: str = ""
+
+    def cells(self) -> list[str]:
+        loss = "nan" if math.isnan(self.loss) else f"{self.loss:.4f}"
+        return [str(self.epoch), loss, f"{self.accuracy:.1%}", str(self.batches_lost), str(self.samples_lost)]
 
 
 class Network(torch.nn.Module):
@@ -243,3 +259,91 @@ TRAININGS: dict[str, tuple[str, Callable[[Training], Iterator[Progress]]]] = {
     "c": ("gradgate", guarded),
     "d": ("clean data", partial(plain, whole=True)),
 }
+
+
+# --- What is shown --------------------------------------------------------------------------------------------------
+
+
+class Screen:
+    def __init__(self, train: Digits, test: Digits, *, quiet: bool) -> None:
+        self._console = Console(quiet=quiet, highlight=False)
+        self._states: dict[str, Progress] = {}
+        self.live = Live(self._table(), console=self._console, auto_refresh=False)
+        tell = self._console.print
+        tell(f"\n{len(train):,} handwritten digits to learn from, {len(test)} to test with. ", end="")
+        tell(f"{len(train.broken)} of the first are broken:" if train.broken else "None is broken.", style="bold")
+        for kind, count in Counter(train.broken.values()).items():
+            tell(f"  {count:>3} x {kind}: {FAULTS[kind]}")
+        tell("\nThe same network, seeds and batches, trained in four variants:")
+
+    def show(self, letter: str, progress: Progress) -> None:
+        self._states[letter] = progress
+        self.live.update(self._table(), refresh=True)
+
+    def conclude(self, *, same: bool, right: bool, ledger: Path, replayed: Any, page: Path) -> None:
+        tell = self._console.print
+        tell()
+        for holds, sentence in (
+            (same, "(c) ended with the weights and statistics of (d), bit for bit."),
+            (right, "Exactly the broken samples were dropped, and nothing else."),
+        ):
+            tell(Text.assemble(("yes  ", "bold green") if holds else ("NO   ", "bold red"), sentence))
+        if replayed is not None:
+            tell("\n[bold]One of them again[/bold], from the ledger:")
+            for line in str(replayed).splitlines():
+                tell(Text("  " + line), soft_wrap=True)
+        tell(f"\n[bold]Every drop is written down:[/bold] gradgate ledger list {ledger}", soft_wrap=True)
+        tell(f"[bold]All of it on one page:[/bold] {page}", soft_wrap=True)
+
+    def _table(self) -> Group:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for head in ("", "", "epoch", "loss", "accuracy", "lost batches", "lost samples"):
+            table.add_column(head, justify="right" if head else "left", no_wrap=True)
+        ends = []
+        for letter, (name, _) in TRAININGS.items():
+            state = self._states.get(letter)
+            table.add_row(letter, name, *(state.cells() if state else [""] * 5), style="bold" if letter == "c" else "")
+            if state and state.end:
+                ends.append(Text(f"({letter}) {state.end}", style="yellow"))
+        return Group(table, *ends)
+
+
+def write_ending(path: Path, ledger: Path, training: Training) -> Path:
+    """Write the page: the ledger of the guarded training, and the doctor about a plain step."""
+    data = training.train
+    whole = [index for index in range(len(data)) if index not in data.broken]
+    blank = [index for index, fault in data.broken.items() if fault == "blank image"]
+    batch = default_collate([data[index] for index in whole[:8] + blank[:1]])  # what plain training meets
+    diagnosis = diagnose(lambda: loss_of(training.model, batch), model=training.model)
+    with Ledger(ledger) as book:  # Not read-only: only a writer tidies up beside the file when it leaves.
+        write_page(path, book, diagnosis.to_dict())
+    return path
+
+
+def same_weights(one: Training, other: Training) -> bool:
+    """Compare the weights and the statistics of two trainings bit by bit."""
+    pairs = zip(one.model.state_dict().items(), other.model.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def replayed_from(ledger: Ledger, training: Training) -> Replay | None:
+    """Run one sample whose gradient was not finite again."""
+    stored = [incident for incident in ledger.incidents() if incident.stage == "backward"]
+    return replay(ledger, stored[0].id, lambda batch: loss_of(training.model, batch)) if stored else None
+
+
+def as_dict(
+    trainings: dict[str, Training], same: bool, right: bool, path: Path, replayed: Replay | None
+) -> dict[str, Any]:
+    """Return the results as values that JSON can hold."""
+    return {
+        "broken": {str(index): fault for index, fault in trainings["c"].train.broken.items()},
+        "ways": {
+            letter: {"name": TRAININGS[letter][0], **asdict(training.progress)}
+            for letter, training in trainings.items()
+        },
+        "bit_identical": same,
+        "exactly_the_broken_were_found": right,
+        "ledger": str(path),
+        "replayed": None if replayed is None else replayed.to_dict(),
+    }
