@@ -210,6 +210,22 @@ def test_every_kind_of_batch_can_be_given_twice(ledger, wrap):
     assert gg.replay(ledger, name, loss_fn).rows == 2
 
 
+def test_a_record_whose_class_is_not_at_hand_can_be_given_twice(ledger):
+    class Elsewhere(NamedTuple):
+        image: torch.Tensor
+        names: list
+
+    name = recorded(ledger, {"in": Elsewhere(torch.ones(1, 2), ["a"])}, exception_type="KeyError", message="x")
+
+    def loss_fn(batch):
+        if len(batch["in"].image) < 2:
+            raise ValueError("alone")
+        assert batch["in"].names == ["a", "a"]
+        return batch["in"].image.sum()
+
+    assert gg.replay(ledger, name, loss_fn).rows == 2
+
+
 def test_another_batch_dimension(ledger):
     name = recorded(ledger, torch.ones(3, 1), exception_type="KeyError", message="x")
 
