@@ -1,11 +1,14 @@
 """The order of requests, without any loader: whatever is prefetched, batches are those of the good samples in order."""
 
 from collections import deque
+from itertools import count, islice
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
+import gradgate as gg
 from gradgate.loading._refilling import Asking
 
 
@@ -68,3 +71,18 @@ def test_batches_of_different_sizes_keep_them(sizes, bad, prefetch):
         expected += [good[:size]] if good else []
         good = good[size:]
     assert deliver(batches, bad, prefetch) == expected
+
+
+class Endless:
+    def __iter__(self):
+        return count()
+
+
+@pytest.mark.parametrize(("refill", "in_order"), [(True, True), (False, True), (False, False)])
+def test_what_was_given_is_forgotten(refill, in_order):
+    """The order of an epoch may be without end."""
+    samples = dict.fromkeys(range(9_000), 1.0)
+    del samples[500]
+    loader = gg.resilient(DataLoader(samples, sampler=Endless(), batch_size=4, in_order=in_order), refill=refill)
+    assert sum(map(len, islice(loader, 1_000))) == 4_000 - (not refill)
+    assert len(loader._asking.requests.indices) < 10

@@ -269,8 +269,9 @@ class ResilientLoader(Generic[Batch]):
         batches: Iterator[tuple[Any, Report]]
         requests: Counted
         if self._asking is None or not self._loader.in_order:
-            requests = Counted(start or Position())
-            batches = islice(iter(self._inner), requests.settled.batches, None)
+            start = start or Position()
+            batches = islice(iter(self._inner), start.batches, None)
+            requests = Counted(start, None if self._asking is None else self._asking.requests)
         else:
             self._asking.start = start
             if self._worker_timeout is None:

@@ -40,11 +40,14 @@ class Order(list[Any]):
 class Counted:
     """The batches of one epoch where none can be asked for again: of a stream, or in no order."""
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self, position: Position, requests: Requests | None = None) -> None:
         self.settled = position
+        self._requests = requests
 
     def received(self) -> Order | None:
         """Return what the batch that has just arrived was asked for, where that is known."""
+        if self._requests is not None:
+            self._requests.forget(self._requests.received())  # whichever it was: none is asked for again
         return None
 
     def mark_bad(self, asked: Order | None, rows: Iterable[int]) -> list[int]:
@@ -72,7 +75,10 @@ class Requests(Counted):
         super().__init__(start or Position())
         self._groups, self._size, self._drop_last = groups, size, drop_last
         self._refill, self._start = refill, start
-        self.indices: list[Any] = []  # by place, all that were drawn so far
+        self.indices: dict[
+            int, Any
+        ] = {}  # by place, those that were drawn and may be asked for: a sampler may be endless
+        self._drawn = 0
         self._sizes: list[int] = []
         self._waiting: deque[int] = deque()  # places not asked for yet, in order
         self._flying: deque[Order] = deque()
@@ -88,10 +94,11 @@ class Requests(Counted):
         if start is None:
             return
         more = self._pull()  # at least once: the order is drawn with the first index
-        while more and (len(self._sizes) < start.batches if start.place is None else len(self.indices) < start.place):
+        while more and (len(self._sizes) < start.batches if start.place is None else self._drawn < start.place):
             more = self._pull()
         begun = sum(self._sizes[: start.batches]) if start.place is None else start.place
-        self._waiting = deque(islice(self._waiting, begun, None))
+        for _ in range(min(begun, len(self._waiting))):
+            del self.indices[self._waiting.popleft()]
         self._number = start.batches
         self._bad.update(start.bad)
 
@@ -115,7 +122,13 @@ class Requests(Counted):
         place = asked.places[-1] + 1
         bad = tuple(sorted(one for one in self._bad if one >= place)) if self._bad else ()
         self.settled = Position(asked.number + 1, place if self._refill else None, bad)
+        self.forget(asked)
         return True
+
+    def forget(self, order: Order) -> None:
+        """Keep nothing about a batch that is not asked for again."""
+        for place in order.places:
+            del self.indices[place]
 
     def ask_again(self) -> list[Order]:
         """Ask again for all that is under way, because it is lost; give what that was."""
@@ -177,8 +190,10 @@ class Requests(Counted):
         group = next(self._groups, None)
         if group is None:
             return False
-        self._waiting.extend(range(len(self.indices), len(self.indices) + len(group)))
-        self.indices += group
+        places = range(self._drawn, self._drawn + len(group))
+        self._waiting.extend(places)
+        self.indices.update(zip(places, group, strict=True))
+        self._drawn += len(group)
         self._sizes.append(len(group))
         return True
 
