@@ -334,3 +334,33 @@ def test_under_a_scaler_an_overflow_is_a_note():
 
     diagnosis = gg.diagnose(step, model=layer)
     assert all(f.severity == "info" for f in diagnosis.findings), str(diagnosis)
+
+
+@faulty("GG402")
+def several_tensors_written_at_once():
+    m = two()
+
+    def step():
+        small, large = torch.ones(4), torch.full((4,), 1e30)
+        torch._foreach_mul_([small, large], 1e30)  # HERE
+        return (m.encoder(X) * large).mean()
+
+    return step, m
+
+
+@faulty("GG404")
+def a_bad_input_and_a_given_output():
+    m, x, out = two(), X.clone(), torch.empty(6, 4)
+    x[2, 1] = float("nan")
+
+    def step():
+        torch.sub(x, X, out=out)  # HERE
+        return m.encoder(out).mean()
+
+    return step, m
+
+
+def test_it_is_the_input_that_is_bad_not_the_output():
+    finding = gg.diagnose(a_bad_input_and_a_given_output()[0]).findings[0]
+    assert finding.title.startswith("the tensor x holds NaN before")
+    assert finding.samples == (2,)

@@ -296,3 +296,9 @@ def a_deep_residual_network():
         return h.mean()
 
     return step, blocks
+
+
+@faulty("GG307")
+def a_gradient_whose_square_is_no_number():
+    m = two().double()
+    return lambda: (m.head(m.encoder(X.double())) * 1e200).mean(), m

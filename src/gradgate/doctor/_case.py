@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, cast
@@ -14,8 +14,9 @@ import torch
 from gradgate._source import Location, SourceLine, locate_traceback
 from gradgate._text import text_of
 from gradgate._torch_private import without_compiled_wrappers
-from gradgate.doctor._numerics import Gradient
-from gradgate.doctor._trace import Call, Flow, Freeze, Op, Raised, Trace
+from gradgate.doctor._numerics import Gradient, Gradients
+from gradgate.doctor._trace import Call, Flow, Op, Raised
+from gradgate.doctor._tracer import Tracer, parameters_of
 from gradgate.records import Finding, Severity
 
 SEVERITIES = ("error", "warning", "info")
@@ -135,23 +136,53 @@ class Unused:
     routed: bool
 
 
-@dataclass
 class Case:
     """One step, as the rules see it."""
 
-    trace: Trace
-    flow: Flow
-    names: Names
-    parameters: dict[str, torch.Tensor]  # what ought to learn
-    gradients: dict[int, Gradient]
-    exception: BaseException | None
-    previous: Trace
-    known_model: bool
-    one_step: bool
-    files: tuple[str, ...]
-    frozen_at: dict[int, Freeze]
-    trained_modules: set[int]  # by `id`, in this step and before
-    unused: list[Unused] = field(default_factory=list)
+    one_step = True
+    files: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        model: torch.nn.Module | None,
+        namespaces: Iterable[Mapping[str, Any]],
+        gradients: Gradients,
+        exception: BaseException | None,
+    ) -> None:
+        self.trace = trace = tracer.trace
+        self.previous = tracer.previous
+        self.exception = exception
+        self.flow = Flow(trace)
+        self.names = Names(model, trace.modules, namespaces)
+        self.parameters = dict(model.named_parameters()) if model is not None else self._find_parameters()
+        self.known_model = model is not None or bool(trace.optimizer_steps) or trace.updated_by_hand is not None
+        self.frozen_at = {n: freeze for n, (tensor, freeze) in tracer.frozen.items() if tensor() is not None}
+        self.trained_modules = {id(op.module) for op in trace.ops if op.records and op.module is not None}
+        self.unused: list[Unused] = []
+        gradients.take(self.parameters.values())
+        self.gradients = gradients.taken
+
+    def _find_parameters(self) -> dict[str, torch.Tensor]:
+        """Return what ought to learn if there is no model: what the optimizers hold, else the leaves in use."""
+        trace, flow = self.trace, self.flow
+        every = {v: r.tensor for v, r in trace.roots.items() if r.leaf and r.requires_grad and r.tensor is not None}
+        # A plain leaf that the step itself computed is data: the input of a gradient penalty, a loss without a graph.
+        given = flow.behind_losses - flow.losses - flow.maker.keys()
+        leaves = [leaf for v, leaf in every.items() if v in given or isinstance(leaf, torch.nn.Parameter)]
+        held = [parameter for step in trace.optimizer_steps for parameter in parameters_of(step.optimizer)]
+        if held:
+            # Another network may take part that is not meant to learn here; what has a gradient is examined, though.
+            leaves = [leaf for leaf in leaves if leaf.grad is not None]
+        used = [p for module in trace.modules for p in module.parameters()] if not held else []
+        found: dict[str, torch.Tensor] = {}
+        for leaf in dict.fromkeys([*held, *used, *leaves] or every.values()):
+            name = self.names.of_tensor(leaf)
+            if name is None and trace.modules and leaf.grad is None:  # of an old model or layer, or tied since
+                continue
+            name = name or f"the tensor of shape {tuple(leaf.shape)}"
+            found[name if name not in found else f"{name} ({len(found)})"] = leaf
+        return found
 
     @cached_property
     def _values(self) -> dict[int, list[int]]:

@@ -18,11 +18,11 @@ from gradgate._checks import check_module, wrong_type
 from gradgate._patches import Patches, to_the_end
 from gradgate._source import Location, is_foreign
 from gradgate._torch_private import ThreadModes, is_compiled, run_as_written, undispatched, without_compiled_wrappers
-from gradgate.doctor._case import Case, Names, Unused, finding_at, namespaces_of
+from gradgate.doctor._case import Case, Unused, finding_at, namespaces_of
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._graph import draw
 from gradgate.doctor._numerics import Gradients, is_readable, norm_of
-from gradgate.doctor._trace import Flow, Trace
+from gradgate.doctor._trace import Trace
 from gradgate.doctor._tracer import Tracer, parameters_of
 from gradgate.doctor.rules import apply_rules, fold
 from gradgate.doctor.rules._gradients import unused_findings
@@ -138,48 +138,10 @@ class Examination:
             yield finding_at(None, headline, reason, module=compiled[0] or None)
 
     def case(self, exception: BaseException | None) -> Case:
-        tracer, trace = self.tracer, self.tracer.trace
-        names = Names(self.model, trace.modules, [*self.namespaces, *_variables_of_users()])
-        flow = Flow(trace)
-        parameters = self._parameters(names, flow)
-        self.gradients.take(parameters.values())
-        return Case(
-            trace=trace,
-            flow=flow,
-            names=names,
-            parameters=parameters,
-            gradients=self.gradients.taken,
-            exception=exception,
-            previous=tracer.previous,
-            known_model=self.model is not None or bool(trace.optimizer_steps) or trace.updated_by_hand is not None,
-            one_step=self.one_step,
-            files=self.files,
-            frozen_at={n: freeze for n, (tensor, freeze) in tracer.frozen.items() if tensor() is not None},
-            trained_modules=self._trained | {id(op.module) for op in trace.ops if op.records and op.module is not None},
-        )
-
-    def _parameters(self, names: Names, flow: Flow) -> dict[str, torch.Tensor]:
-        """Return what ought to learn: the model's parameters, else what the optimizers hold, else the leaves in use."""
-        if self.model is not None:
-            return dict(self.model.named_parameters())
-        trace = self.tracer.trace
-        every = {v: r.tensor for v, r in trace.roots.items() if r.leaf and r.requires_grad and r.tensor is not None}
-        # A plain leaf that the step itself computed is data: the input of a gradient penalty, a loss without a graph.
-        given = flow.behind_losses - flow.losses - flow.maker.keys()
-        leaves = [leaf for v, leaf in every.items() if v in given or isinstance(leaf, torch.nn.Parameter)]
-        held = [parameter for step in trace.optimizer_steps for parameter in parameters_of(step.optimizer)]
-        if held:
-            # Another network may take part that is not meant to learn here; what has a gradient is examined, though.
-            leaves = [leaf for leaf in leaves if leaf.grad is not None]
-        used = [p for module in trace.modules for p in module.parameters()] if not held else []
-        found: dict[str, torch.Tensor] = {}
-        for leaf in dict.fromkeys([*held, *used, *leaves] or every.values()):
-            name = names.of_tensor(leaf)
-            if name is None and trace.modules and leaf.grad is None:  # of an old model or layer, or tied since
-                continue
-            name = name or f"the tensor of shape {tuple(leaf.shape)}"
-            found[name if name not in found else f"{name} ({len(found)})"] = leaf
-        return found
+        case = Case(self.tracer, self.model, [*self.namespaces, *_variables_of_users()], self.gradients, exception)
+        case.one_step, case.files = self.one_step, self.files
+        case.trained_modules |= self._trained
+        return case
 
 
 def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -> Diagnosis:

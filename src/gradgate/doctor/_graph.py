@@ -272,7 +272,7 @@ class _Edges:
         elif path.node in self._functions:
             values = [self._functions[path.node]]
         else:
-            values = list(trace.op(trace.op_number_of_node.get(path.node)).outputs)
+            values = list(trace.op_of_node(path.node).outputs)
         origins = [self._origin(value)[0].items() for value in values]
         for module in {module for modules in origins for module, state in modules if state == LIVE}:
             if (edge := self.edges.get((module, place))) is not None:

@@ -30,8 +30,9 @@ def norm_of(tensor: torch.Tensor) -> float:
     tensor = tensor.detach()
     norm: float = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.element_size() < 4 else None).item()
     if math.isinf(norm) or norm == 0:  # the squares may have left the range where the elements have not
-        wide = torch.complex128 if tensor.is_complex() else torch.float64
-        norm = torch.linalg.vector_norm(tensor.to(wide)).item()
+        tensor = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+        largest = tensor.abs().max().item()
+        norm = largest * torch.linalg.vector_norm(tensor / largest).item() if 0 < largest < math.inf else largest
     return norm
 
 

@@ -559,10 +559,7 @@ def examine_modes(path: str | os.PathLike[str], args: Sequence[str] = (), *, mod
     watch, started, patches = _Modes(), time.perf_counter(), Patches()
     recording = torch.is_grad_enabled()
     with compiled_as_written(patches), watched_modules(patches, watch.enter_module, watch.leave_module):
-        for name, wrapped in (("__enter__", watch.inference), ("__exit__", watch.after_inference)):
-            original = getattr(torch.inference_mode, name)
-            patches.later(partial(setattr, torch.inference_mode, name, original))
-            setattr(torch.inference_mode, name, wrapped(original))
+        watch.follow_inference(patches)
         with watch:
             exit_code, raised, _ = run_main(program, args, types.ModuleType("__main__"))
     watch.end(left=True)
@@ -606,22 +603,24 @@ class _Modes(TorchFunctionMode):
             self._open.left |= left
         self._open = None
 
-    def inference(self, entering: Any) -> Any:
+    def follow_inference(self, patches: Patches) -> None:
+        """See the blocks of torch.inference_mode, which no mode sees, until the patches are undone."""
+        mode: Any = torch.inference_mode
+        entering, leaving = mode.__enter__, mode.__exit__
+
         def enter(block: Any) -> Any:
             if block.mode:
                 self._begin(sys._getframe(1))
             return entering(block)
 
-        return enter
-
-    def after_inference(self, leaving: Any) -> Any:
-        def leave(block: Any, *error: Any) -> Any:
-            result = leaving(block, *error)
+        def leave(block: Any, *error: Any) -> None:
+            leaving(block, *error)
             if torch.is_grad_enabled():
                 self.end()
-            return result
 
-        return leave
+        for name, original, wrapped in (("__enter__", entering, enter), ("__exit__", leaving, leave)):
+            patches.later(partial(setattr, mode, name, original))
+            setattr(mode, name, wrapped)
 
     def enter_module(self, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
         name = as_written(type(module).__name__)

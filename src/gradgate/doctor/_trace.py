@@ -383,6 +383,9 @@ class Trace:
     def op(self, number: int | None) -> Op:
         return self.ops[number] if number is not None and number >= 0 else NO_OP
 
+    def op_of_node(self, number: int) -> Op:
+        return self.op(self.op_number_of_node.get(number))
+
 
 # --- numbers for values -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -344,14 +344,6 @@ class Tracer:
             self.location = locate(sys._getframe(1))
         return self.location
 
-    def _locate_backward(self, node: Any) -> None:
-        """Let an operation inside backward stand at the line of the operation that it is the backward of."""
-        if not self.trace.runs_backward:
-            self._late_backward = start_late(self)
-        number = self.trace.op_number_of_node.get(node_number(node))
-        if number is not None:
-            self.location = self.trace.ops[number].location
-
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record it."""
         if inside_forward_mode():  # tangents may have no memory at all; nothing here is for backward
@@ -363,7 +355,10 @@ class Tracer:
             self.off_switch = -1
         node = current_node()
         if node is not None:
-            self._locate_backward(node)
+            if not self.trace.runs_backward:
+                self._late_backward = start_late(self)
+            # An operation inside backward stands at the line of the operation that it is the backward of.
+            self.location = self.trace.op_of_node(node_number(node)).location or self.location
         elif self._late_backward is not None:
             self._late_backward.running, self._late_backward = False, None
         arguments = (*args, *kwargs.values())
@@ -767,24 +762,25 @@ _BETWEEN = -3
 def _find_paths(trace: Trace, nodes: list[Any], started: list[Any]) -> dict[Any, dict[int, GradientPath]]:
     """Find the paths that a backward pass takes between modules, by node and by position among its results."""
     calls = _calls_of(trace, nodes)
-    reads: Counter[tuple[int, Any, int]] = Counter()
-    places: list[tuple[Any, int, tuple[int, Any, int]]] = []
+    known: dict[tuple[int, Any, int], GradientPath] = {}
+    found: defaultdict[Any, dict[int, GradientPath]] = defaultdict(dict)
+
+    def path(call: int, node: Any, output: int) -> GradientPath:
+        new = GradientPath(call, node_number(node), id(leaf_of(node)), 0)
+        return known.setdefault((call, node, output), new)
+
     for node in nodes:
         call = calls[node]
         for place, (following, output) in enumerate(node.next_functions if call != _BETWEEN else ()):
             if following is None or calls[following] == call or isinstance(leaf_of(following), torch.nn.Parameter):
                 continue
-            key = (call, following, output)
-            reads[key] += 1
-            places.append((node, place, key))
-    places += [(node, _START, (LOSS, node, 0)) for node in started if calls[node] != LOSS]
-    known: dict[tuple[int, Any, int], GradientPath] = {}
-    found: defaultdict[Any, dict[int, GradientPath]] = defaultdict(dict)
-    for node, place, key in places:
-        if key not in known:
-            known[key] = GradientPath(key[0], node_number(key[1]), id(leaf_of(key[1])), reads[key] or 1)
-            trace.paths.append(known[key])
-        found[node][place] = known[key]
+            found[node][place] = path(call, following, output)
+            found[node][place].reads += 1
+    for node in started:
+        if calls[node] != LOSS:
+            found[node][_START] = path(LOSS, node, 0)
+            found[node][_START].reads = found[node][_START].reads or 1
+    trace.paths += known.values()
     return found
 
 
@@ -794,8 +790,7 @@ def _calls_of(trace: Trace, nodes: list[Any]) -> dict[Any, int]:
     before_modules: set[Any] = set()
     # A node that uses what another one made was made after it.
     for node in sorted(nodes, key=node_number, reverse=True):
-        op = trace.op_number_of_node.get(node_number(node))
-        call = trace.ops[op].call if op is not None else -1
+        call = trace.op_of_node(node_number(node)).call
         if call < 0 or not trace.calls[call].leaf:
             call = _BETWEEN if node in before_modules else LOSS
         found[node] = call

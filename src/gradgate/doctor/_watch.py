@@ -131,8 +131,7 @@ class GradientLog:
 
     def __init__(self) -> None:
         self.updates = 0
-        self._norms: deque[float] = deque(maxlen=100)
-        self._series: list[tuple[int, float]] = []
+        self._norms: deque[tuple[int, float]] = deque(maxlen=100)  # each with its update
         self._weights: dict[int, float] = {}
         self._ran_away = False
 
@@ -143,8 +142,8 @@ class GradientLog:
             norm = float(torch.nn.utils.get_total_norm([x for x in local if is_readable(x)]))
         if math.isfinite(norm):
             yield from self._out_of_range(norm, held, names)
-            yield from self._running_away(norm, lr)
-            self._norms.append(norm)
+            self._norms.append((self.updates, norm))
+            yield from self._running_away(lr)
         self.updates += 1
         if self.updates % _STILL == 1:
             yield from self._not_moved(held, names)
@@ -152,8 +151,8 @@ class GradientLog:
     def _out_of_range(self, norm: float, held: list[torch.Tensor], names: dict[int, str]) -> Iterator[Finding]:
         if len(self._norms) < _ENOUGH:
             return
-        middle = median(self._norms)
-        spread = 1.4826 * median(abs(x - middle) for x in self._norms)
+        middle = median(x for _, x in self._norms)
+        spread = 1.4826 * median(abs(x - middle) for _, x in self._norms)
         if norm > middle + _OUT_OF_RANGE * spread and norm > _OUT_OF_RANGE * middle:
             largest = max(held, key=lambda p: norm_of(local_values(p.grad)) if p.grad is not None else 0.0)
             name = names.get(id(largest), "a parameter")
@@ -163,12 +162,12 @@ class GradientLog:
             module = name.rpartition(".")[0] or None
             yield finding_at(None, f"warning GG308: {left}", reason, fix, module=module)
 
-    def _running_away(self, norm: float, lr: float | None) -> Iterator[Finding]:
-        self._series = [*self._series[-2 * WINDOW :], (self.updates, norm)]
-        last = [size for _, size in self._series[-3:]]
+    def _running_away(self, lr: float | None) -> Iterator[Finding]:
+        series = list(self._norms)[-2 * WINDOW - 1 :]
+        last = [size for _, size in series[-3:]]
         # One large gradient is no trend.
-        grows = last == sorted(last) and last[0] > GROWS * max(1.0, min(size for _, size in self._series))
-        found = runaway(self._series) if grows and not self._ran_away else None
+        grows = last == sorted(last) and last[0] > GROWS * max(1.0, min(size for _, size in series))
+        found = runaway(series) if grows and not self._ran_away else None
         if found is not None:
             self._ran_away = True
             change = f"the gradient norm grows from {found.before:.3g} to {found.after:.3g}"

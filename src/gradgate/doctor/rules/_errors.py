@@ -42,7 +42,7 @@ def find_overwrites(case: Case) -> Iterator[Finding]:
         else:
             headline = f"error GG601: {headline}"
             reason += "; this line changed it before backward could read it."
-        module = case.module(case.trace.op(case.trace.op_number_of_node.get(saved.node)))
+        module = case.module(case.trace.op_of_node(saved.node))
         yield finding_at(write.location, headline, reason, fix, module=module, also=[saved.location])
 
 
