@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from traceback import walk_stack
 from types import FrameType
@@ -238,10 +239,11 @@ _DETACH = operator_of(torch.ops.aten.detach.default)
 Listener = Callable[[torch.optim.Optimizer | None], None]
 
 
-class Tracer:
+class Tracer(DispatchMode):
     """Traces what happens in this thread between `resume` and `pause`."""
 
     def __init__(self, before_step: Listener, after_step: Listener) -> None:
+        super().__init__()
         self.before_step = before_step
         self.after_step = after_step
         self.saves = True
@@ -260,7 +262,6 @@ class Tracer:
         self.unfrozen: set[int] = set()
         self.active = False
         self.drawn: frozenset[int] | None = None
-        self.operations = _Operations(self)
         self.patches = Patches()
         self.running: list[tuple[torch.nn.Module | None, int]] = [(None, -1)]  # modules, each with its call
         self._calls = _Calls(self)
@@ -308,17 +309,17 @@ class Tracer:
         pop_saved_tensors_hooks(self.saving.pack)
 
     def _enter_modes(self) -> None:
-        self.operations.__enter__()
+        self.__enter__()
         self._calls.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_modes(self) -> None:
-        for mode in (self._calls, self.operations):
+        for mode in (self._calls, self):
             if on_top(mode):
                 mode.__exit__(None, None, None)
 
     def can_pause(self) -> bool:
         """Return whether no mode that was entered after the tracer's is still open."""
-        return on_top(self._calls) and on_top(self.operations)
+        return on_top(self._calls) and on_top(self)
 
     def begin_again(self) -> None:
         """Start a new trace; what was saved for backward before stays readable."""
@@ -344,8 +345,11 @@ class Tracer:
             self.location = locate(sys._getframe(1))
         return self.location
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
         if inside_forward_mode():  # tangents may have no memory at all; nothing here is for backward
             self.trace.functional = True
             return func(*args, **kwargs)
@@ -508,17 +512,6 @@ class Tracer:
             self.after_step(optimizer)
 
 
-class _Operations(DispatchMode):
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.tracer.active:
-            return func(*args, **(kwargs or {}))
-        return self.tracer.operation(func, args, kwargs or {})
-
-
 class _Calls(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -594,15 +587,14 @@ def _switched_by() -> str:
 
 
 def _backward(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return run_backward(tracer, [args[0]], None, lambda: func(*args, **kwargs), kwargs)
+    return run_backward(tracer, [args[0]], None, partial(func, *args, **kwargs))
 
 
 def _grad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outputs, inputs = (*args, kwargs.get("outputs"), kwargs.get("inputs"))[:2]
     wanted = list(tensors_in(inputs))
-    result = run_backward(
-        tracer, list(tensors_in(outputs)), tuple(id(x) for x in wanted), lambda: func(*args, **kwargs), kwargs
-    )
+    run = partial(func, *args, **kwargs)
+    result = run_backward(tracer, list(tensors_in(outputs)), tuple(id(x) for x in wanted), run)
     missing = frozenset(id(x) for x, gradient in zip(wanted, result, strict=True) if gradient is None)
     tracer.trace.backwards[-1].missing = missing
     return result
@@ -642,19 +634,13 @@ _CARRIERS = (
 _AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
 
 
-def run_backward(
-    tracer: Tracer,
-    tensors: list[torch.Tensor],
-    inputs: tuple[int, ...] | None,
-    run: Callable[[], Any],
-    options: dict[str, Any],
-) -> Any:
+def run_backward(tracer: Tracer, tensors: list[torch.Tensor], inputs: tuple[int, ...] | None, run: partial[Any]) -> Any:
     """Run a backward pass and record it."""
     backward, handles = _start(tracer, tensors, inputs)
     # The operations of backward need not be traced, unless they make a graph of their own.
-    hidden = not options.get("create_graph") and on_top(tracer.operations)
+    hidden = not run.keywords.get("create_graph") and on_top(tracer)
     if hidden:
-        tracer.operations.__exit__(None, None, None)
+        tracer.__exit__(None, None, None)
     try:
         result = run()
         backward.completed = True
@@ -663,8 +649,8 @@ def run_backward(
         backward.running = False
         tracer.reuse.zeroed_since_backward.clear()
         if hidden:
-            tracer.operations.__enter__()
-        if options.get("retain_graph") or options.get("create_graph"):
+            tracer.__enter__()
+        if run.keywords.get("retain_graph") or run.keywords.get("create_graph"):
             for handle in handles:
                 handle.remove()
 

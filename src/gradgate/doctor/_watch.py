@@ -307,8 +307,8 @@ class Watch:
 
     def _is_mine(self, optimizer: torch.optim.Optimizer) -> bool:
         if id(optimizer) not in self._mine:
-            own = {id(parameter) for parameter in self._model.parameters()}
-            shared = any(id(parameter) in own for parameter in parameters_of(optimizer))
+            own = set(map(id, self._model.parameters()))
+            shared = not own.isdisjoint(map(id, parameters_of(optimizer)))
             self._mine[id(optimizer)] = self._optimizer is not None or shared
         return self._mine[id(optimizer)]
 
