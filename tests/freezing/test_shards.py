@@ -190,7 +190,7 @@ def whole_parameters_are_refused(rank):
     """What FSDP2 has gathered for the moment is replaced by shards again."""
     model = sharded()
     model[0].unshard()
-    with pytest.raises(ArgumentValueError, match="FSDP2 has gathered this whole parameter"):
+    with pytest.raises(ArgumentValueError, match=r"pin\(\): FSDP2 has gathered `parameter`"):
         gg.pin(model[0].weight, rows=[0])
     with pytest.raises(ArgumentValueError, match=r"freeze\(\): FSDP2 has gathered 0\.weight, 0\.bias"):
         gg.freeze(model)
