@@ -16,7 +16,7 @@ from gradgate._torch_private import ThreadModes
 
 SOURCES = str(Path(gg.__file__).parent)
 # Between the addition of gradients and the return there is no call and no jump: only a tracer can raise there.
-ATOMIC = ("self._state.open, self._tally, self.global_step = False, tally, step", "return result")
+ATOMIC = ("state.open, guard._tally, guard.global_step = False, tally, step", "return result")
 
 
 class Interrupts:
@@ -47,7 +47,7 @@ class Interrupts:
 
 
 def _is_atomic(frame):
-    if frame.f_code.co_name not in ("backward", "forward"):
+    if frame.f_code.co_name != "run":
         return False
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() in ATOMIC
 

@@ -328,8 +328,8 @@ def test_a_part_of_another_length_is_shared_by_its_key():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"batch_dim": -1}, "`batch_dim` is -1"),
-        ({"batch_dim": {"x": "1"}}, "`batch_dim` is {'x': '1'}"),
+        ({"batch_dim": -1}, "`batch_dim` is the int -1"),
+        ({"batch_dim": {"x": "1"}}, "`batch_dim` is the dict {'x': '1'}"),
         ({"shared": "weights"}, r"`shared` is (?s:.*)shared=\('weights',\)"),
     ],
 )

@@ -187,3 +187,18 @@ def test_the_loop_is_the_five_lines(form):
     (left, steps), (right, others) = train(by_hand), train(by_loop)
     assert steps == others == 3
     torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_part_that_keeps_nothing_has_no_weight_in_the_first_step(form):
+    """It says nothing about whether the losses of the other parts are means or totals."""
+    model = net(4)
+    x = torch.randn(8, 3, dtype=torch.float64)
+    expected = plain(model, x[4:], form)
+    x[:3] = float("nan")
+    guard = gg.Guard(model, max_bad=0.75, min_kept=2, out_of_memory="split")
+    result = guard.backward(x, form(model))
+    assert result.kept == [4, 5, 6, 7]
+    if form is FORMS["total"]:
+        guard.finish()
+    same(model, expected)

@@ -26,24 +26,6 @@ AT_ONCE = 2**26  # elements of the gradients of single samples that are in memor
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
-def checked_clip(given: Any, one_process: bool) -> float | None:
-    if given is None:
-        return None
-    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 < given < float("inf"):
-        raise ArgumentValueError(
-            f"Guard(): `clip_samples` is {describe(given)}.",
-            why="it is the largest 2-norm of the gradient of one sample.",
-            fix="Guard(model, clip_samples=1.0)",
-        )
-    if not one_process:
-        raise ArgumentValueError(
-            f"Guard(): `clip_samples` is {given}, and several ranks share the model.",
-            why="the wrapper adds up gradients of batches, and never sees the gradient of one sample.",
-            fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)   # clips the gradient of the batch",
-        )
-    return float(given)
-
-
 def check_clipping(modules: Sequence[torch.nn.Module], scaler: object, guests: Sequence[torch.Tensor]) -> None:
     """Refuse a step in which samples meet, or whose gradients cannot be clipped."""
     if scaler is not None:

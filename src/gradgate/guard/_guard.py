@@ -5,65 +5,39 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from gradgate._checks import wrong_type, wrong_value
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import listed
-from gradgate._state import FiniteCheck, TrainingState, capture, divide_gradients
-from gradgate._torch_private import (
-    add_tensors,
-    anything_compiled,
-    is_compiled,
-    leaf_of,
-    nodes_below,
-    tree_flatten,
-    tree_unflatten,
-)
-from gradgate._trees import BatchReader, Ids, ReadIds, Select, batch_dim_of, index_of, read_ids, with_own_containers
-from gradgate.errors import ArgumentValueError, GradgateError, TooManyBadSamples
-from gradgate.guard._clip import ClippedTrial, check_clipping, checked_clip
+from gradgate._state import FiniteCheck, TrainingState, divide_gradients
+from gradgate._trees import BatchReader, Ids, ReadIds, Select, read_ids
+from gradgate.errors import ArgumentError, ArgumentValueError, GradgateError
+from gradgate.guard._clip import ClippedTrial, check_clipping
 from gradgate.guard._parts import OutOfMemory, StepInParts
-from gradgate.guard._result import (
-    GuardResult,
-    IncidentRecorder,
-    LossHistory,
-    Summary,
-    Tally,
-    Wishes,
-    hand_over,
-    log,
-    mean_of,
-    refuse_row,
-    refuse_share,
-    refused,
-)
-from gradgate.guard._search import Dropped, Recovered, Recovery, raise_as_it_is
+from gradgate.guard._result import GuardResult, LossHistory, Summary, Tally, Wishes
+from gradgate.guard._step import LossStep, OutputStep
 from gradgate.guard._trial import (
     Catch,
     LossFunction,
     LossTrial,
-    Outcome,
     OutputTrial,
     Outsiders,
     Scaler,
-    Trial,
     check_function,
     refuse_foreign_loop,
 )
-from gradgate.guard.distributed._process_groups import SingleProcess, agreement_of, unwrapped
+from gradgate.guard.distributed._ranks import Ranks
 from gradgate.guard.distributed._shards import Shards
-from gradgate.guard.distributed._shared_step import ReplicatedStep, ShardedStep, even_batches
+from gradgate.guard.distributed._shared_step import ReplicatedStep, ShardedStep, agreement_of, even_batches, unwrapped
 from gradgate.ledger import Ledger
-from gradgate.records import Incident, Sink
+from gradgate.records import Sink
 
-Made = TypeVar("Made")
 Log = Callable[[str, float, int], object]
 
 
@@ -153,28 +127,31 @@ class Guard:
     ) -> None:
         self._arguments = dict(locals())
         del self._arguments["self"]
-        check_numbers(max_bad=max_bad, patience=patience, min_kept=min_kept)
-        check_layout(batch_dim, shared)
-        check_takers(sink, log)
-        given = checked_modules(model)
+        some: Any = model if isinstance(model, Iterable) and not isinstance(model, torch.nn.Module) else [model]
+        given = list(some)
+        self._catch: Catch = catch if isinstance(catch, tuple) else (catch,)
+        if not given or not all(isinstance(module, torch.nn.Module) for module in given):
+            why = "the guard puts back the buffers and gradients of the modules that a step runs."
+            raise wrong_type(model, "model", "Guard", why, "gg.Guard(model)   # or gg.Guard([encoder, head])")
         self._modules = list(map(unwrapped, given))
-        self._catch = checked_catch(catch)
         self._state = TrainingState(self._modules)
         self._agreement = agreement_of(given, self._state)
+        self._check = self._agreement if isinstance(self._agreement, Ranks) else FiniteCheck()
+        _check_arguments(self._arguments, self._catch, ranks=isinstance(self._agreement, Ranks))
         self._closed: str | os.PathLike[str] | None = None
         if isinstance(ledger, str | os.PathLike):
             # Where ranks share a model, the first of them writes for all.
-            if isinstance(self._agreement, SingleProcess) or self._agreement.rank == 0:
-                ledger = Ledger(ledger, payload=payload)
-            else:
+            if isinstance(self._agreement, Ranks) and self._agreement.rank:
                 self._closed, ledger = ledger, None
+            else:
+                ledger = Ledger(ledger, payload=payload)
         self._sinks: list[Sink] = [taker for taker in (ledger, sink) if taker is not None]
         self.max_bad = max_bad
         self.patience = patience
         self.payload = payload
         self.min_kept = min_kept
-        self.out_of_memory = checked_out_of_memory(out_of_memory, isinstance(self._agreement, SingleProcess))
-        self.clip_samples = checked_clip(clip_samples, isinstance(self._agreement, SingleProcess))
+        self.out_of_memory = out_of_memory
+        self.clip_samples = None if clip_samples is None else float(clip_samples)
         self.epoch: int | None = None
         """The epoch that incidents are recorded with, those of a resilient loader too; set it at the start of each."""
         self.global_step = 0
@@ -184,17 +161,17 @@ class Guard:
         self._read_ids = ids
         self._log = log
         announce(self, self._sinks if self._closed is None else [*self._sinks, self._closed])
-        self._check = FiniteCheck()
         self._tally = Tally()
-        self._first = True
-        self._outsiders = Outsiders(self._modules)
-        self._wishes: Wishes | None = None
+        self._first: bool = True
+        self._outsiders: Outsiders = Outsiders(self._modules)
+        self._wishes: Wishes | None = None  # of all ranks
         self._more = False
         self._others_have_more: bool | None = None
         self._window = (0, 1)
-        self._loss_history = self._history(ledger) if history else None
-        self._first_row: int | None = None  # of the part that is made, where a batch is made in parts
         self._busy_ranks = 1  # that had samples in the last step
+        # Of ranks, each writes the losses of its own samples.
+        of_losses = Ledger(self._closed) if history and self._closed is not None else ledger
+        self._loss_history = LossHistory(of_losses) if history and of_losses is not None else None
 
     def __repr__(self) -> str:
         names = [type(module).__name__ for module in self._modules]
@@ -240,48 +217,28 @@ class Guard:
             scaler = None
         if self._first:
             refuse_foreign_loop()
-        if not isinstance(self._agreement, SingleProcess):
-            untouched = None if self._loss_history is None else with_own_containers(batch)
-            if isinstance(agreement := self._agreement, Shards):
-                result = ShardedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
-            else:
-                result = ReplicatedStep(self, agreement, batch, ids).run(loss_fn, scaler, accumulate)
-            if self._loss_history is not None and result.losses is not None:
-                names = self._ids_of(untouched, self._reader.count(untouched, ids), ids)
-                self._loss_history.add(names, result.kept, result.losses)
-            return result
-        if batch is None:  # none of its samples could be loaded
-            return self._without_samples()
-        if self.out_of_memory != "raise" and self._first_row is None:
-            return StepInParts(self, batch, loss_fn, ids, scaler, accumulate).run()
-        check_function(batch, loss_fn, "guard.backward(batch, loss_fn)")
-        size, writes, guests = self._reader.read(batch, ids)
         how = (loss_fn, self._state, self._check, self._catch, scaler, accumulate)
-        if self.clip_samples is None:
-            trial = LossTrial(*how)
-        else:
-            check_clipping(self._modules, scaler, guests)
-            trial = ClippedTrial(*how, modules=self._modules, reader=self._reader, largest=self.clip_samples)
-        if first := self._first:
-            trial.first, trial.before_backward = True, self._look_around
-            self._outsiders.look(loss_fn)
-            follow(None, batch, self)
-            if ids is None and self._read_ids is not None:
-                read_ids(self._read_ids, batch, size)  # what is wrong about it is said at the first step
+        if isinstance(self._agreement, Ranks):
+            kind = ShardedStep if isinstance(self._agreement, Shards) else ReplicatedStep
+            return kind(self, self._agreement, batch, ids).run(LossTrial(*how))
+        if batch is None:  # none of its samples could be loaded
+            tally = replace(self._tally, steps=self._tally.steps + 1)
+            self._log_counts(0, tally)
+            self._tally, self.global_step = tally, self.global_step + 1
+            return GuardResult(torch.tensor(float("nan")), None, [])
+        if self.out_of_memory != "raise":
+            return StepInParts(self, batch, ids, how).run()
+        return self._own_step(batch, ids, how)
+
+    def _own_step(self, batch: Any, ids: Ids | None, how: tuple[Any, ...], first_row: int = 0) -> GuardResult:
+        """Make a step without other ranks; `how` are the arguments of its trial."""
+        check_function(batch, how[0], "guard.backward(batch, loss_fn)")
+        step = LossStep(self, batch, ids, first_row)
         self._refuse_nesting()
-        conclude = partial(self._result, size, first)
-        if self._loss_history is not None:
-            conclude = partial(self._noted, conclude, with_own_containers(batch), size, ids)
-        try:
-            result, sums, tally, step = self._step(trial, batch, size, writes, guests, ids, conclude)
-            # Python looks for interrupts after calls and at jumps. Unpacking is neither, and nothing that follows is:
-            # an interrupt comes before, and everything is as before the step, or after the return.
-            _ = [*sums]
-            self._state.open, self._tally, self.global_step = False, tally, step
-            return result
-        except BaseException:  # perhaps a second interrupt, in the clean-up after the first
-            self._state.give_back()
-            raise
+        if self.clip_samples is None:
+            return step.run(LossTrial(*how))
+        check_clipping(self._modules, how[4], step.guests)
+        return step.run(ClippedTrial(*how, modules=self._modules, reader=self._reader, largest=self.clip_samples))
 
     def loop(
         self,
@@ -368,7 +325,7 @@ class Guard:
             )
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
         sums = tally.window
-        if not isinstance(self._agreement, SingleProcess):
+        if isinstance(self._agreement, Ranks):
             self._agreement.add(sums := sums.to(self._agreement.device, copy=True))
         self._tally = replace(tally, window=None)
         return divide_gradients(dict.fromkeys([*parameters, *self._state.adopted]), sums)
@@ -394,27 +351,17 @@ class Guard:
             TooManyBadSamples: More than `max_bad` of the batch is bad, or no sample can be blamed.
         """
         check_function(batch, fn, "guard.forward(batch, fn)")
-        size, writes, guests = self._reader.read(batch, ids)
+        step = OutputStep(self, batch, ids)
+        step.fill_value = fill_value
         trial = OutputTrial(fn, self._catch, self._reader.batch_dim)
-        conclude = partial(self._output, size, fill_value)
-        if not isinstance(self._agreement, SingleProcess):
-            if self._closed is not None:
-                self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
-                self._closed = None
-            with self._agreement.apart(training=False):
-                result, sums, tally, step = self._step(trial, batch, size, writes, guests, ids, conclude)
-                _ = [*sums]
-                self._state.open, self._tally, self.global_step = False, tally, step
-                return result
-        self._refuse_nesting()
-        try:  # as in `backward`
-            result, sums, tally, step = self._step(trial, batch, size, writes, guests, ids, conclude)
-            _ = [*sums]
-            self._state.open, self._tally, self.global_step = False, tally, step
-            return result
-        except BaseException:
-            self._state.give_back()
-            raise
+        if not isinstance(self._agreement, Ranks):
+            self._refuse_nesting()
+            return step.run(trial)
+        if self._closed is not None:
+            self._sinks.insert(0, Ledger(self._closed, payload=self.payload, run=self.run))
+            self._closed = None
+        with self._agreement.apart(training=False):
+            return step.run(trial)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Return the batches of a loader until no rank has any more, so that all ranks make equally many steps.
@@ -430,9 +377,7 @@ class Guard:
             such a batch, and `backward` takes it.
         """
         follow(loader, None, self)
-        return (
-            iter(loader) if isinstance(self._agreement, SingleProcess) else even_batches(self, self._agreement, loader)
-        )
+        return even_batches(self, self._agreement, loader) if isinstance(self._agreement, Ranks) else iter(loader)
 
     def summary(self) -> Summary:
         """Return the run in numbers; prints as a table.
@@ -484,73 +429,6 @@ class Guard:
         now = {name: vars(self).get(name, given) for name, given in self._arguments.items()}
         return _rebuilt, (type(self), now, self.state_dict())
 
-    def _step(
-        self,
-        trial: Trial,
-        batch: Any,
-        size: int,
-        writes: int,
-        guests: Sequence[torch.Tensor],
-        ids: Ids | None,
-        conclude: Callable[[Outcome, Recovered | None, tuple[Incident, ...]], tuple[Made, Tally, int]],
-    ) -> tuple[Made, Iterator[object], Tally, int]:
-        """Make a try and recover from its fault; whatever is raised, everything is as before."""
-        try:
-            self._state.remember(guests)
-            outcome, recovered, incidents = self._guarded(trial, batch, size, writes, ids)
-            result, tally, step = conclude(outcome, recovered, incidents)
-            return result, map(add_tensors, *self._state.sums()), tally, step
-        except torch.AcceleratorError:
-            self._state.give_back(device_died=True)  # the device died; more would only hide its error
-            raise
-        except BaseException:
-            self._outsiders.forget()
-            self._state.give_back()
-            raise
-
-    def _without_samples(self) -> GuardResult:
-        tally = replace(self._tally, steps=self._tally.steps + 1)
-        self._log_counts(0, tally)
-        self._tally, self.global_step = tally, self.global_step + 1
-        return GuardResult(torch.tensor(float("nan")), None, [])
-
-    def _result(
-        self, size: int, first: bool, outcome: Outcome, recovered: Recovered | None, incidents: tuple[Incident, ...]
-    ) -> tuple[GuardResult, Tally, int]:
-        if first or recovered is not None:
-            self._outsiders.warn()
-        loss, sums = outcome.value, outcome.sums
-        if sums is not None:
-            loss = mean_of(sums, loss)
-        if recovered is None:
-            result = GuardResult(loss, outcome.per_sample, range(size), clipped=outcome.clipped)
-            tally = self._tally.after_step(size, bad=False, sums=sums)
-            self._log_counts(size, tally)
-            return result, tally, self.global_step + 1
-        if loss is None and not self._tally.has_means:  # nothing is kept, of means or of totals
-            sums = torch.zeros(2, dtype=torch.float64, device=self._state.parameters[0].device)
-        result = GuardResult(
-            loss=torch.tensor(float("nan")) if loss is None else loss,
-            losses=outcome.per_sample,
-            kept=recovered.kept,
-            dropped=tuple(incident for incident in incidents if not incident.transient),
-            exact=not recovered.reasons,
-            reason="; ".join(recovered.reasons),
-            transient=tuple(incident for incident in incidents if incident.transient),
-            clipped=outcome.clipped,
-        )
-        tally = self._tally.after_step(size, bad=bool(recovered.dropped), incidents=incidents, sums=sums)
-        self._log_counts(len(recovered.kept), tally)
-        return result, tally, self.global_step + 1
-
-    def _noted(
-        self, conclude: Callable[..., tuple[GuardResult, Tally, int]], batch: Any, size: int, ids: Ids | None, *how: Any
-    ) -> tuple[GuardResult, Tally, int]:
-        result, tally, step = conclude(*how)
-        if self._loss_history is not None and result.losses is not None:
-            self._loss_history.add(self._ids_of(batch, size, ids), result.kept, result.losses)
-        return result, tally, step
-
     def _log_counts(self, kept: int, tally: Tally) -> None:
         """Pass the counters of a step to the logger, before the step counts: if that raises, no step was made."""
         if self._log is None:
@@ -562,86 +440,11 @@ class Guard:
         for name, count in counts.items():
             self._log(f"gradgate/{name}", count, self.global_step)
 
-    def _output(
-        self,
-        size: int,
-        fill_value: float,
-        outcome: Outcome,
-        recovered: Recovered | None,
-        incidents: tuple[Incident, ...],
-    ) -> tuple[tuple[Any, torch.Tensor], Tally, int]:
-        """Return the result of `forward`, rows at their places among all rows of the batch, and what is counted."""
-        leaves, form = tree_flatten(outcome.value)
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        if recovered is None:
-            keep = torch.ones(size, dtype=torch.bool, device=device)
-            return (outcome.value, keep), self._tally, self.global_step
-        self._outsiders.warn()
-        index = index_of(recovered.kept)
-        keep = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)
-        filled = [_filled(leaf, index, size, self._reader.batch_dim, fill_value) for leaf in leaves]
-        return (tree_unflatten(filled, form), keep), self._tally.after_incidents(incidents), self.global_step
-
-    def _guarded(
-        self, trial: Trial, batch: Any, size: int, writes: int, ids: Ids | None
-    ) -> tuple[Outcome, Recovered | None, tuple[Incident, ...]]:
-        untouched = with_own_containers(batch)
-        outcome = trial.run(batch, size)
-        if trial.runs_backward and outcome.skipped:
-            return outcome, Recovered(None, [], []), ()
-        if outcome.fault is None:
-            return outcome, None, ()
-        if self._reader.writes(untouched) != writes:
-            raise_as_it_is(outcome.fault, size, "the batch was written to in place, so nothing can be tried again")
-        recovered, incidents = self._recover(trial, outcome, untouched, size, ids)
-        return recovered.outcome or Outcome(), recovered, incidents
-
-    def _recover(
-        self, trial: Trial, failed: Outcome, batch: Any, size: int, ids: Ids | None
-    ) -> tuple[Recovered, tuple[Incident, ...]]:
-        recorder = self._recorder(failed, batch, size, ids)
-        wishes = Wishes.of(self._sinks, self.payload)
-        snapshot = self._snapshot(wishes)
-
-        def refuse(dropped: Sequence[Dropped]) -> None:
-            if len(dropped) > self.max_bad * size:
-                refuse_share(refused(recorder.dropped(dropped), too_many=True), len(dropped), size, self.max_bad)
-
-        def record(incidents: tuple[Incident, ...]) -> None:
-            log(incidents)
-            samples = None if wishes.payload is None else recorder.samples(incidents, wishes.payload)
-            hand_over(incidents, self._sinks, samples, snapshot, payload=self.payload)
-
-        try:
-            recovered = self._search(trial, failed, batch, size, refuse)
-            dropped = recorder.dropped(recovered.dropped)
-            if dropped and trial.runs_backward and self._tally.in_a_row + 1 >= self.patience:
-                self._tally.in_a_row += 1
-                refuse_row(refused(dropped, too_many=False), self._tally.in_a_row, self.patience)
-        except TooManyBadSamples as too_many:
-            if too_many.incidents:
-                record(too_many.incidents)
-            raise
-        incidents = dropped + recorder.transient(recovered.transient)
-        record(incidents)
-        return recovered, incidents
-
-    def _recorder(self, failed: Outcome, batch: Any, size: int, ids: Ids | None) -> IncidentRecorder:
-        names = self._ids_of(batch, size, ids)
-        return IncidentRecorder(
-            self._modules, self._reader, batch, size, names, failed.per_sample, self._common(), self._first_row or 0
-        )
-
-    def _history(self, ledger: Any) -> LossHistory:
-        if ledger is None and self._closed is not None:  # of ranks, each writes the losses of its own samples
-            ledger = Ledger(self._closed)
-        if isinstance(ledger, Ledger):
-            return LossHistory(ledger)
-        raise ArgumentValueError(
-            "Guard(): `history` is True, and there is no `ledger`.",
-            why="the losses of samples are written into a ledger.",
-            fix='Guard(model, ledger="run.ledger", history=True)',
-        )
+    def _sums_of_nothing(self) -> torch.Tensor | None:
+        """Return the total and the count of a step that keeps nothing, unless the steps before it gave means."""
+        if self._tally.has_means:
+            return None
+        return torch.zeros(2, dtype=torch.float64, device=self._state.parameters[0].device)
 
     def _common(self) -> dict[str, Any]:
         return {
@@ -661,45 +464,9 @@ class Guard:
         found = ids_of(batch, size)
         return ids.if_current(self, size) if found is None and ids is not None else found
 
-    def _search(
-        self, trial: Trial, failed: Outcome, batch: Any, size: int, refuse: Callable[[Sequence[Dropped]], None]
-    ) -> Recovered:
-        """Find out who is to blame for a failed try, and make it without them."""
-        assert failed.fault is not None
-        probe = trial
-        if isinstance(trial, LossTrial) and trial.scaler is not None:
-            probe = LossTrial(trial.function, self._state, trial.check, self._catch, accumulate=trial.accumulate)
-        return Recovery(
-            trial=trial,
-            probe=probe,
-            state=self._state,
-            outsiders=self._outsiders,
-            reader=self._reader,
-            batch=batch,
-            size=size,
-            compiled=anything_compiled() or any(map(is_compiled, self._state.modules)),
-            min_kept=self.min_kept,
-            refuse=refuse,
-            with_others=trial.runs_backward and not isinstance(self._agreement, SingleProcess),
-        ).run(failed.fault)
-
-    def _snapshot(self, wishes: Wishes) -> bytes | None:
-        """Take weights, buffers and random state as they were before the step, if somebody wants to have them."""
-        if wishes.snapshot is None or not self._agreement.has_whole_weights:
-            return None
-        self._state.restore()
-        model = self._modules[0] if len(self._modules) == 1 else torch.nn.ModuleList(self._modules)
-        return capture(model, limit=wishes.snapshot)
-
-    def _look_around(self, outcome: Outcome, known: Collection[torch.Tensor] = ()) -> None:
-        """Take in, at the first step, parameters that are trained although no guarded module owns them."""
-        wanted = [parameter for parameter in _trained(outcome.value) if parameter not in known]
-        self._outsiders.trained(self._state.adopt(wanted))
-        self._first = False
-
     def _refuse_nesting(self) -> None:
         """Raise where a step of this guard is running, in this thread or another; one that was interrupted is not."""
-        if self._state.open and _calls_of(self) > (1 if self._first_row is None else 2):
+        if self._state.open and _calls_of(self) > 1:
             raise GradgateError(
                 "Guard: a guard was used inside one of its own steps, or by two threads at once.",
                 why="the gradients and buffers that it put aside for the first step would be lost.",
@@ -724,89 +491,50 @@ def _rebuilt(kind: type[Guard], arguments: dict[str, Any], counted: dict[str, An
     return guard
 
 
-def _trained(loss: torch.Tensor) -> list[torch.nn.Parameter]:
-    return [leaf for node in nodes_below([loss]) if isinstance(leaf := leaf_of(node), torch.nn.Parameter)]
-
-
-def _filled(leaf: Any, index: torch.Tensor, size: int, batch_dim: int, fill_value: float) -> Any:
-    """Put the rows of an output at their places among all rows, and the fill value elsewhere."""
-    if not isinstance(leaf, torch.Tensor) or (dim := batch_dim_of(leaf, len(index), batch_dim)) is None:
-        return leaf
-    shape = [*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]]
-    value = fill_value if _can_hold(leaf.dtype, fill_value) else 0
-    return leaf.new_full(shape, value).index_copy(dim, index.to(leaf.device), leaf)
-
-
-def _can_hold(dtype: torch.dtype, value: float) -> bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return True
-    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return float(value).is_integer() and low <= value <= high
-
-
 # --- Checks of the arguments ----------------------------------------------------------------------------------------
 
 
-def checked_modules(model: Any) -> list[torch.nn.Module]:
-    modules = [model] if isinstance(model, torch.nn.Module) else list(model) if isinstance(model, Iterable) else []
-    if modules and all(isinstance(module, torch.nn.Module) for module in modules):
-        return modules
-    why = "the guard puts back the buffers and gradients of the modules that a step runs."
-    raise wrong_type(model, "model", "Guard", why, "gg.Guard(model)   # or gg.Guard([encoder, head])")
+def _check_arguments(given: Mapping[str, Any], catch: tuple[Any, ...], *, ranks: bool) -> None:
+    """Refuse arguments of a guard that cannot be used; each has a condition, a reason and a line that is right."""
 
-
-def checked_catch(catch: Any) -> Catch:
-    kinds = catch if isinstance(catch, tuple) else (catch,)
-    if kinds and all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-        return kinds
-    why = "it lists the exceptions that may be blamed on a sample."
-    raise wrong_type(catch, "catch", "Guard", why, "gg.Guard(model, catch=(ValueError, RuntimeError))")
-
-
-def check_numbers(*, max_bad: float, patience: int, min_kept: int) -> None:
-    for name, value, good, range_, fix in (
-        ("max_bad", max_bad, 0 <= max_bad <= 1, "a share of the batch, from 0 to 1", "max_bad=0.5"),
-        ("patience", patience, patience >= 1, "a number of steps, 1 or more", "patience=20"),
-        ("min_kept", min_kept, min_kept >= 1, "a number of samples, 1 or more", "min_kept=1"),
-    ):
+    def check(name: str, good: object, why: str, fix: str, error: Callable[..., ArgumentError] = wrong_value) -> None:
         if not good:
-            raise ArgumentValueError(
-                f"Guard(): `{name}` is {value}.", why=f"it is {range_}.", fix=f"Guard(model, {fix})"
-            )
+            raise error(given[name], name, "Guard", why, fix)
 
-
-def checked_out_of_memory(given: Any, one_process: bool) -> OutOfMemory:
-    choices: tuple[OutOfMemory, ...] = ("raise", "split", "skip")
-    if given not in choices:
-        why = f"it is one of {', '.join(map(repr, choices))}."
-        raise wrong_value(given, "out_of_memory", "Guard", why, 'Guard(model, out_of_memory="split")')
-    if given != "raise" and not one_process:
-        raise ArgumentValueError(
-            f"Guard(): `out_of_memory` is {given!r}, and several ranks share the model.",
-            why="the others would wait in collectives that this rank makes again, or not at all.",
-            fix='Guard(model, out_of_memory="raise")   # and smaller batches',
-        )
-    return choices[choices.index(given)]
-
-
-def check_layout(batch_dim: Any, shared: Any) -> None:
-    for dim in batch_dim.values() if isinstance(batch_dim, Mapping) else (batch_dim,):
-        if not isinstance(dim, int) or dim < 0:
-            raise ArgumentValueError(
-                f"Guard(): `batch_dim` is {batch_dim!r}.",
-                why="it is a dimension counted from the front, or such a dimension for each of some keys.",
-                fix='Guard(model, batch_dim=0)   # or batch_dim={"position_ids": 1}',
-            )
-    if isinstance(shared, str) or not isinstance(shared, Iterable):
-        why = "it lists the keys of a batch that are not per sample."
-        raise wrong_type(shared, "shared", "Guard", why, f"Guard(model, shared=({shared!r},))")
-
-
-def check_takers(sink: Any, log: Any) -> None:
-    if sink is not None and not isinstance(sink, Sink):
-        why = "a sink takes incidents with `record_many(incidents, payloads=None)`."
-        raise wrong_type(sink, "sink", "Guard", why, 'gg.Guard(model, ledger="run.ledger")')
-    if log is not None and not callable(log):
-        why = "it is called with a tag, a value and a step."
-        fix = "gg.Guard(model, log=writer.add_scalar)   # writer = torch.utils.tensorboard.SummaryWriter()"
-        raise wrong_type(log, "log", "Guard", why, fix)
+    why = "it lists the exceptions that may be blamed on a sample."
+    good = catch and all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in catch)
+    check("catch", good, why, "gg.Guard(model, catch=(ValueError, RuntimeError))", wrong_type)
+    why = "it is a share of the batch, from 0 to 1."
+    check("max_bad", 0 <= given["max_bad"] <= 1, why, "gg.Guard(model, max_bad=0.5)")
+    why = "it is a number of steps, 1 or more."
+    check("patience", given["patience"] >= 1, why, "gg.Guard(model, patience=20)")
+    why = "it is a number of samples, 1 or more."
+    check("min_kept", given["min_kept"] >= 1, why, "gg.Guard(model, min_kept=1)")
+    dims = given["batch_dim"].values() if isinstance(given["batch_dim"], Mapping) else (given["batch_dim"],)
+    why = "it is a dimension counted from the front, or such a dimension for each of some keys."
+    fix = 'gg.Guard(model, batch_dim=0)   # or batch_dim={"position_ids": 1}'
+    check("batch_dim", all(isinstance(dim, int) and dim >= 0 for dim in dims), why, fix)
+    shared, why = given["shared"], "it lists the keys of a batch that are not per sample."
+    good = isinstance(shared, Iterable) and not isinstance(shared, str)
+    check("shared", good, why, f"gg.Guard(model, shared=({shared!r},))", wrong_type)
+    why = "a sink takes incidents with `record_many(incidents, payloads=None)`."
+    good = given["sink"] is None or isinstance(given["sink"], Sink)
+    check("sink", good, why, 'gg.Guard(model, ledger="run.ledger")', wrong_type)
+    why = "it is called with a tag, a value and a step."
+    fix = "gg.Guard(model, log=writer.add_scalar)   # writer = torch.utils.tensorboard.SummaryWriter()"
+    check("log", given["log"] is None or callable(given["log"]), why, fix, wrong_type)
+    why = "the losses of samples are written into a ledger, and there is no `ledger`."
+    good = not given["history"] or given["ledger"] is not None
+    check("history", good, why, 'gg.Guard(model, ledger="run.ledger", history=True)')
+    good = given["out_of_memory"] in ("raise", "split", "skip")
+    check("out_of_memory", good, "it is one of 'raise', 'split', 'skip'.", 'gg.Guard(model, out_of_memory="split")')
+    clip, why = given["clip_samples"], "it is the largest 2-norm of the gradient of one sample."
+    good = clip is None or (isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip < float("inf"))
+    check("clip_samples", good, why, "gg.Guard(model, clip_samples=1.0)")
+    if ranks:
+        why = "several ranks share the model: the others wait in collectives that this one makes again, or not at all."
+        fix = 'gg.Guard(model, out_of_memory="raise")   # and smaller batches'
+        check("out_of_memory", given["out_of_memory"] == "raise", why, fix)
+        why = "several ranks share the model: its wrapper adds gradients of batches, and never sees that of one sample."
+        fix = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)   # clips the gradient of the batch"
+        check("clip_samples", clip is None, why, fix)

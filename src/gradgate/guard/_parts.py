@@ -10,16 +10,15 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from gradgate._state import random_state, set_random_state
+from gradgate._state import TrainingState
 from gradgate._trees import Ids, with_own_containers
-from gradgate.guard._result import GuardResult, Tally, hand_over, incident_of, log, mean_of
-from gradgate.guard._trial import LossFunction, Scaler, StepFault, is_out_of_memory
+from gradgate.guard._result import GuardResult, hand_over, incident_of, log, mean_of
+from gradgate.guard._trial import StepFault, is_out_of_memory
 from gradgate.records import Incident
 
 if TYPE_CHECKING:
@@ -33,21 +32,17 @@ _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
 class StepInParts:
     """One step of a guard that has less memory than the batch needs."""
 
-    def __init__(
-        self, guard: Guard, batch: Any, loss_fn: LossFunction, ids: Ids | None, scaler: Scaler | None, accumulate: int
-    ) -> None:
+    def __init__(self, guard: Guard, batch: Any, ids: Ids | None, how: tuple[Any, ...]) -> None:
         self._guard = guard
         self._batch = batch
-        self._loss_fn = loss_fn
         self._ids = ids
-        self._scaler = scaler
-        self._accumulate = accumulate
+        self._how = how  # the arguments of a trial
 
     def run(self) -> GuardResult:
         """Make the step on the whole batch, or in as many parts as it takes."""
         guard, untouched = self._guard, with_own_containers(self._batch)
         try:
-            return self._make(self._batch, self._ids, 0)
+            return guard._own_step(self._batch, self._ids, self._how)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -58,106 +53,81 @@ class StepInParts:
         self._batch = untouched
         size = guard._reader.count(untouched, self._ids)
         if guard.out_of_memory == "skip":
-            return self._skipped(incident, size)
+            incident = self._record(incident, {"batch": size, "tried": "nothing: the step is skipped"})
+            sums = guard._sums_of_nothing()
+            guard._tally = guard._tally.after_step(size, bad=False, incidents=(incident,), sums=sums)
+            guard.global_step += 1
+            return GuardResult(torch.tensor(float("nan")), None, [], (incident,), ["out of memory: no step was made"])
         if size // 2 < guard.min_kept or guard._reader.leaves(untouched):  # gradients of the batch have no weight
             raise failed
-        return self._kept_safe(lambda: self._in_parts(incident, size))
-
-    def _make(self, batch: Any, ids: Ids | None, first_row: int) -> GuardResult:
-        self._guard._first_row = first_row
+        state, tally, step = TrainingState(guard._modules), guard._tally, guard.global_step
+        state.remember(guard._state.adopted)
         try:
-            return self._guard.backward(batch, self._loss_fn, ids, scaler=self._scaler, accumulate=self._accumulate)
-        finally:
-            self._guard._first_row = None
-
-    def _skipped(self, incident: Incident, size: int) -> GuardResult:
-        guard = self._guard
-        incident = self._record(incident, {"batch": size, "tried": "nothing: the step is skipped"})
-        tally, nothing = guard._tally, torch.zeros(2, dtype=torch.float64, device=guard._state.parameters[0].device)
-        sums = None if tally.has_means else nothing
-        guard._tally = tally.after_step(size, bad=False, incidents=(incident,), sums=sums)
-        guard.global_step += 1
-        return GuardResult(
-            torch.tensor(float("nan")), None, [], (), False, "out of memory: no step was made", (incident,)
-        )
+            result = self._in_parts(incident, size)
+        except BaseException:
+            state.give_back()
+            guard._tally, guard.global_step = tally, step
+            raise
+        state.add_earlier_gradients()
+        return result
 
     def _in_parts(self, incident: Incident, size: int) -> GuardResult:
         guard, before, step = self._guard, self._guard._tally, self._guard.global_step
-        names = guard._ids_of(self._batch, size, self._ids)
-        expected = self._whole_loss()
+        names, expected = guard._ids_of(self._batch, size, self._ids), self._whole_loss()
         waiting = [range(size // 2), range(size // 2, size)]
-        parts: list[tuple[int, GuardResult]] = []
-        window: torch.Tensor | None = None
-        sums: dict[torch.Tensor, torch.Tensor] = {}
+        results, kept = list[GuardResult](), list[int]()
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        totals: torch.Tensor | None = None  # where the loss function returns a total and its count
         while waiting:
             rows = waiting.pop(0)
             guard._tally, guard.global_step = before, step
-            _empty_cache()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             try:
-                part = guard._reader.select(self._batch, rows, size)
-                result = self._make(part, None if names is None else [names[row] for row in rows], rows.start)
+                ids = None if names is None else [names[row] for row in rows]
+                result = guard._own_step(guard._reader.select(self._batch, rows, size), ids, self._how, rows.start)
             except Exception as error:
                 if not is_out_of_memory(error) or len(rows) // 2 < guard.min_kept:
                     raise
                 error.with_traceback(None)
                 waiting[:0] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
                 continue
-            parts.append((rows.start, result))
-            if (total := guard._tally.window) is not None and total is not before.window:
-                total = total if before.window is None else total - before.window
-                window = total if window is None else window + total
-            self._add(sums, 1 if total is not before.window else len(result.kept))
-        return self._joined(parts, sums, window, incident, before, size, expected)
-
-    def _add(self, sums: dict[torch.Tensor, torch.Tensor], weight: int) -> None:
-        for parameter in self._guard._state.parameters:
-            if (gradient := parameter.grad) is not None and weight:
-                gradient = gradient.detach() * weight
-                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
-            parameter.grad = None
-
-    def _joined(
-        self,
-        parts: Sequence[tuple[int, GuardResult]],
-        sums: dict[torch.Tensor, torch.Tensor],
-        window: torch.Tensor | None,
-        incident: Incident,
-        before: Tally,
-        size: int,
-        expected: torch.Tensor | None,
-    ) -> GuardResult:
-        guard, results = self._guard, [result for _, result in parts]
-        kept = [first_row + row for first_row, result in parts for row in result.kept]
+            results.append(result)
+            kept += [rows.start + row for row in result.kept]
+            if not result.kept:
+                continue
+            sums = None if guard._tally.window is before.window else guard._tally.window
+            if sums is not None:
+                sums = sums if before.window is None else sums - before.window
+                totals = sums if totals is None else totals + sums
+            for parameter in guard._state.parameters:
+                if parameter.grad is not None:
+                    gradient = parameter.grad.detach() * (len(result.kept) if sums is None else 1)
+                    gradients[parameter] = gradients[parameter] + gradient if parameter in gradients else gradient
+                parameter.grad = None
+        for parameter, total in gradients.items():
+            parameter.grad = total / len(kept) if totals is None else total
         some = [result for result in results if result.kept]
-        if window is not None:
-            loss = mean_of(window, results[0].loss)
+        loss = torch.tensor(float("nan"))
+        if totals is not None:
+            loss = mean_of(totals, some[0].loss)
         elif some:
             loss = torch.stack([result.loss * len(result.kept) for result in some]).sum() / len(kept)
-        else:
-            loss = torch.tensor(float("nan"))
-        for parameter, total in sums.items():
-            parameter.grad = total / len(kept) if window is None else total
         reasons = [result.reason for result in results if result.reason]
-        if len(kept) == size and (reason := _difference(expected, loss)):
-            reasons.append(reason)
-        elif len(kept) < size:
+        if len(kept) < size:
             reasons.append("the batch was split, so the step without the bad samples is equal up to rounding at best")
+        elif reason := _difference(expected, loss):
+            reasons.append(reason)
         sizes = [len(result.kept) + len(result.dropped) for result in results]
         incident = self._record(incident, {"batch": size, "parts": sizes, "exact": not reasons})
-        dropped = tuple(one for result in results for one in result.dropped)
-        transient = (incident, *(one for result in results for one in result.transient))
+        incidents = [incident, *(one for result in results for one in (*result.dropped, *result.transient))]
+        bad = any(result.dropped for result in results)
+        guard._tally, guard.global_step = before, step + 1
+        sums = totals if kept else guard._sums_of_nothing()
+        guard._tally = before.after_step(size, bad=bad, incidents=incidents, sums=sums)
         losses = [result.losses for result in some if result.losses is not None]
-        guard._tally = before.after_step(size, bad=bool(dropped), incidents=(*dropped, *transient), sums=window)
-        return GuardResult(
-            loss=loss,
-            losses=torch.cat(losses) if losses else None,
-            kept=kept,
-            dropped=dropped,
-            exact=not reasons,
-            reason="; ".join(dict.fromkeys(reasons)),
-            transient=transient,
-            clipped=sum(result.clipped for result in results),
-        )
+        clipped = sum(result.clipped for result in results)
+        return GuardResult(loss, torch.cat(losses) if losses else None, kept, incidents, reasons, clipped)
 
     def _whole_loss(self) -> torch.Tensor | None:
         """Compute the loss of the whole batch without a graph; None where that does not fit either."""
@@ -165,7 +135,7 @@ class StepInParts:
         guard._state.remember()
         try:
             with torch.no_grad():
-                value: Any = self._loss_fn(with_own_containers(self._batch))
+                value: Any = self._how[0](with_own_containers(self._batch))
             if isinstance(value, tuple):
                 value = value[0] / value[1]
             return value.detach().mean() if isinstance(value, torch.Tensor) else None
@@ -173,32 +143,6 @@ class StepInParts:
             return None
         finally:
             guard._state.give_back()
-
-    def _kept_safe(self, run: Callable[[], GuardResult]) -> GuardResult:
-        """Add what `run` makes to the gradients that are there; whatever is raised, all is as before."""
-        guard = self._guard
-        parameters = [*guard._state.parameters]
-        earlier = [(parameter, parameter.grad) for parameter in parameters]
-        buffers = {buffer: buffer.detach().clone() for module in guard._modules for buffer in module.buffers()}
-        chance, tally, step = random_state(), guard._tally, guard.global_step
-        try:
-            for parameter in parameters:
-                parameter.grad = None
-            result = run()
-        except BaseException:
-            with torch.no_grad():
-                for buffer, copy in buffers.items():
-                    buffer.copy_(copy)
-            set_random_state(chance)
-            for parameter, gradient in earlier:
-                parameter.grad = gradient
-            guard._tally, guard.global_step = tally, step
-            raise
-        for parameter, gradient in earlier:
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-        guard.global_step = step + 1
-        return result
 
     def _record(self, incident: Incident, details: dict[str, Any]) -> Incident:
         incident = replace(incident, details=details)
@@ -217,8 +161,3 @@ def _difference(expected: torch.Tensor | None, loss: torch.Tensor) -> str:
         f"the loss of the whole batch is {expected.item():.6g}, that of its parts {loss.item():.6g}: samples meet "
         "(in a BatchNorm, a mean over tokens, a loss that compares them), or random numbers are drawn"
     )
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

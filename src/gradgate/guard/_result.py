@@ -10,12 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from gradgate._payload import LIMIT, encode
+from gradgate._payload import LIMIT
 from gradgate._text import html_table, incident_html, log_line, user_level
-from gradgate._torch_private import as_written
-from gradgate._trees import BatchReader
-from gradgate.errors import ArgumentValueError, GradgateError, LedgerError, LedgerWarning, TooManyBadSamples
-from gradgate.guard._search import Dropped
+from gradgate.errors import ArgumentValueError, GradgateError, LedgerError, LedgerWarning
 from gradgate.guard._trial import StepFault
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
@@ -112,19 +109,17 @@ class GuardResult:
         loss: torch.Tensor,
         losses: torch.Tensor | None,
         kept: Sequence[int],
-        dropped: tuple[Incident, ...] = (),
-        exact: bool = True,
-        reason: str = "",
-        transient: tuple[Incident, ...] = (),
+        incidents: Sequence[Incident] = (),
+        reasons: Iterable[str] = (),
         clipped: int = 0,
     ) -> None:
         self._loss = loss
         self.losses = losses
         self._kept = kept
-        self.dropped = dropped
-        self.exact = exact
-        self.reason = reason
-        self.transient = transient
+        self.dropped = tuple(incident for incident in incidents if not incident.transient) if incidents else ()
+        self.transient = tuple(incident for incident in incidents if incident.transient) if incidents else ()
+        self.reason = "; ".join(dict.fromkeys(reasons))
+        self.exact = not self.reason
         self.clipped = clipped
 
     @property
@@ -334,76 +329,7 @@ def hand_over(
             sink.record_many(incidents, samples if payload else None)
 
 
-@dataclass
-class IncidentRecorder:
-    """Writes down the incidents of one step."""
-
-    modules: Sequence[torch.nn.Module]
-    reader: BatchReader
-    batch: Any
-    size: int
-    ids: Sequence[Any] | torch.Tensor | None
-    losses: torch.Tensor | None
-    common: dict[str, Any] = field(default_factory=dict)
-    first_row: int = 0  # of this part, where a batch is made in parts
-    _paths: dict[torch.nn.Module, str] = field(default_factory=dict, init=False)
-
-    def dropped(self, drops: Iterable[Dropped]) -> tuple[Incident, ...]:
-        return tuple(self._incident(drop) for drop in sorted(drops, key=lambda drop: drop.row))
-
-    def transient(self, faults: Iterable[StepFault]) -> tuple[Incident, ...]:
-        """Make the incidents of faults that did not come again: nobody's, so without a row."""
-        details = {"batch": self.size, "tried": "the same batch once more under the same state"}
-        return tuple(
-            replace(incident_of(fault, self.common, details), module=self._path(fault.module), loss=fault.loss)
-            for fault in faults
-        )
-
-    def samples(self, incidents: Sequence[Incident], limit: int) -> dict[str, bytes] | None:
-        rows = {one.id: one.row - self.first_row for one in incidents if one.row is not None}
-        return {
-            name: encode(self.reader.select(self.batch, [row], self.size), limit=limit) for name, row in rows.items()
-        } or None
-
-    def _incident(self, drop: Dropped) -> Incident:
-        blame, fault = drop.blame, drop.blame.fault
-        details: dict[str, Any] = {"batch": self.size, "tried": blame.method, "tests": drop.tests}
-        if drop.together:
-            details |= {"together_with": [self.first_row + row for row in drop.together], "fault": fault.cause}
-        return Incident(
-            **self.common,
-            sample_id=self._sample_id(drop.row),
-            row=self.first_row + drop.row,
-            stage=blame.stage,
-            cause="together" if drop.together else fault.cause,
-            exception_type=fault.exception_type,
-            message=blame.message,
-            where=blame.where,
-            module=self._path(blame.module),
-            loss=self._loss(drop),
-            grad_norm=blame.norm,
-            details=details,
-        )
-
-    def _loss(self, drop: Dropped) -> float | None:
-        """Return the sample's own loss where it is known; the mean of a batch is not its own unless it is spoilt."""
-        if self.losses is not None:
-            return float(self.losses[drop.row])
-        return drop.blame.fault.loss if drop.blame.fault.cause == "non-finite loss" else None
-
-    def _sample_id(self, row: int) -> str | None:
-        name = None if self.ids is None else self.ids[row]
-        return None if name is None else str(name.tolist() if isinstance(name, torch.Tensor) else name)
-
-    def _path(self, module: torch.nn.Module | None) -> str | None:
-        if module is None:
-            return None
-        if module not in self._paths:
-            self._paths[module] = _module_path(module, self.modules)
-        return self._paths[module]
-
-
-def incident_of(fault: StepFault, common: dict[str, Any], details: dict[str, Any]) -> Incident:
+def incident_of(fault: StepFault, common: Mapping[str, Any], details: dict[str, Any]) -> Incident:
     """Make the incident of a fault for which nobody is dropped."""
     return Incident(
         **common,
@@ -415,44 +341,6 @@ def incident_of(fault: StepFault, common: dict[str, Any], details: dict[str, Any
         transient=True,
         details=details,
     )
-
-
-# --- Refusals -------------------------------------------------------------------------------------------------------
-
-
-def refused(incidents: Sequence[Incident], *, too_many: bool) -> tuple[Incident, ...]:
-    """Mark the incidents of a step that was not made."""
-    return tuple(
-        replace(incident, transient=too_many, details={**incident.details, "refused": True}) for incident in incidents
-    )
-
-
-def refuse_share(incidents: Sequence[Incident], bad: int, total: int, max_bad: float) -> NoReturn:
-    raise TooManyBadSamples(
-        f"Guard: {bad} of {total} samples are bad:\n{incident_table(incidents)}",
-        why=f"more than max_bad={max_bad:g} of a batch points to the code or the weights.",
-        fix="gg.Guard(model, max_bad=...)   # if so many bad samples are to be expected",
-        incidents=incidents,
-    )
-
-
-def refuse_row(incidents: Sequence[Incident], in_a_row: int, patience: int) -> NoReturn:
-    raise TooManyBadSamples(
-        f"Guard: {in_a_row} steps in a row had bad samples, most recently:\n{incident_table(incidents)}",
-        why=f"patience={patience} bad steps in a row point to something that does not pass by itself.",
-        fix="gg.Guard(model, patience=...)   # if bad samples are to be expected in every step",
-        incidents=incidents,
-    )
-
-
-def _module_path(sought: torch.nn.Module, roots: Sequence[torch.nn.Module]) -> str:
-    """Name a module by its path below one of the roots; by its class if it is a root, or in none."""
-    for number, root in enumerate(roots):
-        for path, module in root.named_modules():
-            if module is sought:
-                path = as_written(path)
-                return f"{number}.{path}" if path and len(roots) > 1 else path or type(module).__name__
-    return type(sought).__name__
 
 
 # --- Losses of samples ----------------------------------------------------------------------------------------------

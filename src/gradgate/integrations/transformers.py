@@ -32,7 +32,7 @@ from gradgate._names import describe
 from gradgate._state import TrainingState
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateWarning
 from gradgate.guard import Guard
-from gradgate.guard.distributed._process_groups import SingleProcess
+from gradgate.guard.distributed._ranks import SingleProcess
 from gradgate.integrations.accelerate import STATE, lending, refuse_own_backward, skip_first_batches
 from gradgate.ledger import Ledger
 from gradgate.loading import ResilientLoader, resilient

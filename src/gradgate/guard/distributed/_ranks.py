@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
@@ -20,30 +20,28 @@ from gradgate.errors import ArgumentValueError, GradgateWarning, OtherRankError
 
 # --- What a rank says -----------------------------------------------------------------------------------------------
 
-FLAGS = ("whole", "failed", "reported", "more", "stale", "earlier", "by_total", "spoilt", "changed", "played")
-WIDTH = len(FLAGS) + 7
-"""How many numbers a share is, besides one for each parameter."""
-
 
 @dataclass(slots=True)
 class Share:
-    """One rank's part in a step."""
+    """One rank's part in a step; or those of all, added: counts of samples, and of ranks of which something is true."""
 
     size: int = 0
     kept: int = 0
-    bad: int = 0
-    whole: bool = False
+    busy: int = 0
+    whole: int = 0
     failed: bool = False
-    reported: bool = False
-    more: bool = False
-    stale: bool = False
-    earlier: bool = False
-    by_total: bool = False
-    spoilt: bool = False
-    changed: bool = False
-    played: bool = False
-    loss: torch.Tensor | None = None
-    count: torch.Tensor | None = None
+    reported: int = 0
+    more: int = 0
+    stale: int = 0
+    earlier: int = 0
+    by_total: int = 0
+    spoilt: int = 0
+    changed: int = 0
+    played: int = 0
+    absent: int = 0
+    count: Any = 0.0
+    loss: Any = 0.0
+    present: tuple[bool, ...] | None = None
 
     def weight(self, kept: int, times: int = 1) -> float:
         """Return the factor of its gradients: `times` its share in all samples kept, or `times` for totals."""
@@ -51,62 +49,49 @@ class Share:
 
     def write(self, numbers: torch.Tensor, present: Sequence[bool]) -> None:
         """Write the share as numbers; `present` says which parameters have a gradient."""
-        absent = [] if all(present) else [place for place, there in enumerate(present) if not there]
+        self.absent = len(present) - sum(present)
+        values = [getattr(self, name) for name in NUMBERS]
+        on_device = {place: value for place, value in enumerate(values) if not getattr(value, "is_cpu", True)}
+        on_host = [0.0 if place in on_device else float(value) for place, value in enumerate(values)]
         multiple = 1 if self.by_total else self.kept
-        loss = 0.0 if self.loss is None or not self.loss.is_cpu else float(self.loss.item()) * multiple
-        count = 0.0 if self.count is None or not self.count.is_cpu else float(self.count.item())
-        flags = [getattr(self, flag) for flag in FLAGS]
-        counts = [
-            self.size,
-            self.kept,
-            self.bad,
-            self.size > 0,
-            *flags,
-            len(absent),
-            count,
-            loss,
-            *[1.0] * len(present),
-        ]
-        numbers.copy_(torch.tensor(counts, dtype=numbers.dtype), non_blocking=True)
-        if self.loss is not None and not self.loss.is_cpu:  # the host does not read it
-            numbers[WIDTH - 1].copy_(self.loss.detach() * multiple)
-        if self.count is not None and not self.count.is_cpu:
-            numbers[WIDTH - 2].copy_(self.count)
-        for place in absent:
-            numbers[WIDTH + place] = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankTotals:
-    """The shares of all ranks, added: counts of samples, and of ranks of which something is true."""
-
-    size: int
-    kept: int
-    bad: int
-    busy: int
-    whole: int
-    failed: int
-    reported: int
-    more: int
-    stale: int
-    earlier: int
-    by_total: int
-    spoilt: int
-    changed: int
-    played: int
-    count: float
-    loss: float
-    present: tuple[bool, ...] | None
+        on_host[-1] *= multiple
+        numbers.copy_(torch.tensor([*on_host, *map(float, present)], dtype=numbers.dtype), non_blocking=True)
+        for place, value in on_device.items():  # the host does not read it
+            numbers[place].copy_(value.detach() * (multiple if place == WIDTH - 1 else 1))
 
     @classmethod
-    def read(cls, numbers: torch.Tensor) -> RankTotals:
+    def read(cls, numbers: torch.Tensor) -> Share:
         """Read the numbers of all ranks."""
-        *counts, absent, count, loss = numbers[:WIDTH].tolist()
-        present = tuple((numbers[WIDTH:] > 0).tolist()) if absent else None
-        return cls(*map(int, counts), count, loss, present)  # type: ignore[arg-type, call-arg]
+        *counts, count, loss = numbers[:WIDTH].tolist()
+        totals = cls(**dict(zip(NUMBERS, [*map(int, counts), count, loss], strict=True)))
+        totals.present = tuple((numbers[WIDTH:] > 0).tolist()) if totals.absent else None
+        return totals
+
+
+NUMBERS = tuple(entry.name for entry in fields(Share))[:-1]
+WIDTH = len(NUMBERS)
+"""How many numbers a share is, besides one for each parameter."""
 
 
 # --- Collectives ----------------------------------------------------------------------------------------------------
+
+
+class SingleProcess:
+    """One process, which decides alone. In a process group it still knows its rank."""
+
+    has_whole_weights = True
+
+    @property
+    def rank(self) -> int:
+        return distributed.get_rank() if in_a_group() else 0
+
+    @property
+    def world_size(self) -> int:
+        return distributed.get_world_size() if in_a_group() else 1
+
+
+def in_a_group() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 # How long an interrupted rank goes on to inform the others; whoever interrupts does not want to wait.
@@ -157,17 +142,14 @@ class Ranks(FiniteCheck):
         with self.talking():
             work = distributed.all_reduce(numbers, group=self.group, async_op=True)
             assert work is not None
-            if in_haste:
-                work.wait(FAREWELL)
-            else:
-                work.wait()
+            work.wait(FAREWELL) if in_haste else work.wait()
 
-    def add_up(self, share: Share, present: Sequence[bool], *, in_haste: bool = False) -> RankTotals:
+    def add_up(self, share: Share, present: Sequence[bool], *, in_haste: bool = False) -> Share:
         """Add the shares of all ranks, in one collective of its own."""
         numbers = torch.zeros(WIDTH + len(present), dtype=torch.float64, device=self.device)
         share.write(numbers, present)
         self.add(numbers, in_haste=in_haste)
-        return RankTotals.read(numbers)
+        return Share.read(numbers)
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every rank has."""

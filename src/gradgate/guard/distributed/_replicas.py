@@ -18,7 +18,7 @@ from gradgate._state import TrainingState
 from gradgate._torch_distributed import Replica, alone_in_replica, replica_obstacle, sync_buffers
 from gradgate._torch_private import copy_tensors, memory_holders
 from gradgate.errors import ArgumentTypeError
-from gradgate.guard.distributed._ranks import FAREWELL, WIDTH, Ranks, RankTotals, Share
+from gradgate.guard.distributed._ranks import FAREWELL, WIDTH, Ranks, Share
 
 # --- Buffers that are sent ------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class Replicas(Ranks):
         if self._sent:
             self._buckets.withdraw()
 
-    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
+    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> Share:
         """Add the shares of all ranks and, unless gradients are being accumulated, the gradients."""
         if not self._reduces:
             totals = self.add_up(share, (), in_haste=in_haste)
@@ -346,7 +346,7 @@ class Replicas(Ranks):
         share.write(buckets.numbers, [p.grad is not None or p in earlier for p in buckets.parameters])
         with self.talking():
             buckets.finish(empty=share.failed, limit=FAREWELL if in_haste else None)
-            totals = RankTotals.read(buckets.numbers)
+            totals = Share.read(buckets.numbers)
             expected = totals.kept if totals.by_total else self._expected
             self._factor = expected / max(totals.kept, 1)
             if totals.kept and not totals.failed:
@@ -357,7 +357,7 @@ class Replicas(Ranks):
                 self._expected = totals.kept
         return totals
 
-    def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
+    def settle(self, share: Share, totals: Share, state: TrainingState) -> None:
         """Write the mean gradients of all ranks; while accumulating, this rank's part in them."""
         if self._reduces:
             self._buckets.collect(self._factor, totals.present)

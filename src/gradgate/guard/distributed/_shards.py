@@ -28,7 +28,7 @@ from gradgate._text import user_level
 from gradgate._torch_distributed import adds_gradients, collectives_made, reset_shards, shard_units, start_shards
 from gradgate._torch_private import local_part
 from gradgate.errors import ArgumentTypeError, GradgateWarning, OtherRankError
-from gradgate.guard.distributed._ranks import Ranks, RankTotals, Share
+from gradgate.guard.distributed._ranks import Ranks, Share
 
 
 class _Mode(Enum):
@@ -169,7 +169,7 @@ class Shards(Ranks):
         """Return this rank's own gradients, which wait for a later step to be reduced."""
         return [gradient for unit in self._units for gradient in unit.whole_gradients()]
 
-    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> RankTotals:
+    def exchange(self, share: Share, state: TrainingState, *, in_haste: bool = False) -> Share:
         """Add the shares of all ranks, and learn the order of collectives."""
         share.earlier, share.changed, share.played = self._has_earlier, self._changed, self._played
         present = [there for unit in self._units for there in unit.present()]
@@ -181,7 +181,7 @@ class Shards(Ranks):
                 self._orders.setdefault(self._settings, self._made)
         return totals
 
-    def settle(self, share: Share, totals: RankTotals, state: TrainingState) -> None:
+    def settle(self, share: Share, totals: Share, state: TrainingState) -> None:
         """Correct the means of all ranks by their samples; while accumulating, keep this rank's part in them."""
         factor = self.world_size if totals.by_total else self._expected / totals.kept
         self._expected = totals.kept

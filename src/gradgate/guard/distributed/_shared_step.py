@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import distributed
 
+from gradgate._names import listed
+from gradgate._state import TrainingState
 from gradgate._text import class_name, text_of
-from gradgate._torch_distributed import collectives_made
+from gradgate._torch_distributed import Replica, collectives_made, shard_group, shard_roots
 from gradgate._trees import Ids, with_own_containers
-from gradgate.errors import ArgumentValueError, OtherRankError
-from gradgate.guard._result import (
-    GuardResult,
-    IncidentRecorder,
-    Wishes,
-    hand_over,
-    log,
-    refuse_row,
-    refuse_share,
-    refused,
-)
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, OtherRankError
+from gradgate.guard._result import GuardResult, Wishes, hand_over, log
 from gradgate.guard._search import Dropped, Recovered, raise_as_it_is
-from gradgate.guard._trial import LossFunction, LossTrial, Outcome, Scaler, StepFault, advice, check_function
-from gradgate.guard.distributed._ranks import RankTotals, Share
+from gradgate.guard._step import Step
+from gradgate.guard._trial import LossTrial, Outcome, StepFault, advice, check_function
+from gradgate.guard.distributed._ranks import Share, SingleProcess, in_a_group
 from gradgate.guard.distributed._replicas import Replicas
 from gradgate.guard.distributed._shards import Shards
 from gradgate.records import Incident
@@ -33,56 +29,128 @@ if TYPE_CHECKING:
     from gradgate.guard._guard import Guard
 
 
+# --- Who trains a model together ------------------------------------------------------------------------------------
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's own module out of DistributedDataParallel."""
+    inner: torch.nn.Module = module.module if isinstance(module, Replica) else module
+    return inner
+
+
+def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Replicas | Shards | SingleProcess:
+    """Find out with whom a model is trained."""
+    if not in_a_group():
+        return SingleProcess()
+    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    if distributed.get_world_size() > 1:
+        _refuse_collectives_in_forward(parts)
+    replicas = [part for part in parts if isinstance(part, Replica)]
+    roots = [root for module in modules for root in shard_roots(module)]
+    if not replicas and not roots:
+        _refuse_inner_modules(parts)
+        return SingleProcess()
+    if replicas and roots:
+        _refuse("replicas (DistributedDataParallel) and shards (fully_shard)", "Guard(model)   # a guard for each")
+    shared = {p for part in (*replicas, *roots) for p in part.parameters()}
+    own = [name for m in modules for name, p in m.named_parameters() if p.requires_grad and p not in shared]
+    if own:
+        _refuse(f"parameters that no wrapper reduces ({listed(own, 3)})", "DistributedDataParallel(head)")
+    if replicas:
+        groups: set[Any] = {replica.process_group for replica in replicas}
+        if len(groups) > 1:
+            _refuse("parts of several process groups", "Guard(model)   # a guard for each")
+        return Replicas(replicas)
+    groups = {shard_group(root) for root in roots}
+    group = groups.pop()
+    if groups or group is None:
+        _refuse("shards on several meshes, or split by tensor parallelism", "fully_shard(model)   # on one mesh")
+    return Shards(roots, group, state)
+
+
+def _refuse(what: str, fix: str) -> NoReturn:
+    raise ArgumentTypeError(
+        f"Guard(): the model has {what}.",
+        why="all ranks must make the same step, and the guard knows how for one process group and one kind of wrapper.",
+        fix=fix,
+    )
+
+
+def _refuse_collectives_in_forward(parts: Sequence[torch.nn.Module]) -> None:
+    """Refuse what talks to other ranks in the middle of a forward: after a fault, one rank would run it alone."""
+    for part in parts:
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            raise ArgumentTypeError(
+                "Guard(): the model has SyncBatchNorm layers.",
+                why="their forward waits for all ranks, but after a fault one rank runs the model again alone.",
+                fix="torch.nn.BatchNorm2d   # statistics of each rank's own batch; or torch.nn.GroupNorm",
+            )
+        if isinstance(part, distributed.fsdp.FullyShardedDataParallel):
+            raise ArgumentTypeError(
+                "Guard(): the model is in FullyShardedDataParallel.",
+                why="its collectives cannot be seen, so a rank that raises could not take part in them.",
+                fix="torch.distributed.fsdp.fully_shard(model)",
+            )
+
+
+def _refuse_inner_modules(parts: Sequence[torch.nn.Module]) -> None:
+    """Refuse a module whose DistributedDataParallel is elsewhere: the loss would run that, and wait."""
+    parameters = {id(p) for part in parts for p in part.parameters(recurse=False)}
+    replicas = [thing for thing in gc.get_objects() if issubclass(type(thing), Replica)]
+    if any(id(parameter) in parameters for replica in replicas for parameter in replica.parameters()):
+        raise ArgumentTypeError(
+            "Guard(): `model` is inside of a DistributedDataParallel.",
+            why="the guard must see the wrapper to run the model without the other ranks.",
+            fix="gg.Guard(ddp_model)   # the wrapped model, not ddp_model.module",
+        )
+
+
 # --- What every rank does -------------------------------------------------------------------------------------------
 
 
-class SharedStep:
+class SharedStep(Step):
     """One step of one rank, among others."""
 
-    def __init__(self, guard: Guard, agreement: Replicas | Shards, batch: Any, ids: Ids | None) -> None:
-        self._guard = guard
-        self._agreement = agreement
-        self._batch = batch
-        self._ids = ids
-        self._function: LossFunction
-        self._size = 0
-        self._outcome = Outcome()
+    def __init__(self, guard: Guard, agreement: Any, batch: Any, ids: Ids | None) -> None:
+        super().__init__(guard, batch, ids)
+        self._agreement: Replicas | Shards = agreement
+        self._trial: LossTrial
+        self._first = guard._first
         self._made_before: int | None = None  # collectives; only where those of the loss are to be counted
-        self._recovered: Recovered | None = None
-        self._recorder: IncidentRecorder | None = None
-        self._snapshot: bytes | None = None
-        self._incidents: tuple[Incident, ...] = ()
+        self._answer: tuple[Share, Share] | None = None  # what this rank said about the step, and all together
 
-    def run(self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int) -> GuardResult:
+    def run(self, trial: LossTrial) -> GuardResult:
         """Make the step."""
-        guard = self._guard
+        guard, batch = self._guard, self._batch
         guard._refuse_nesting()
-        error: BaseException | None = None
-        self._function = loss_fn
+        self._trial, error = trial, None
         try:
-            check_function(self._batch, loss_fn, "guard.backward(batch, loss_fn)")
-            self._size = 0 if self._batch is None else guard._reader.count(self._batch, self._ids)
+            check_function(batch, trial.function, "guard.backward(batch, loss_fn)")
+            self._batch = with_own_containers(batch)
+            if batch is not None:
+                self._size, self._writes = guard._reader.count(batch, self._ids), guard._reader.writes(batch)
+            if self._size and self._first:
+                trial.first = True
+                guard._outsiders.look(trial.function)
         except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
             error = raised
         self._meet()
+        if not self._size:
+            self._recovered = Recovered(None, [], [])
         with self._agreement.apart(training=True):
-            guard._state.remember(guard._reader.leaves(self._batch) if self._size else ())
+            guard._state.remember(guard._reader.leaves(batch) if self._size else ())
             try:
-                error = self._make(loss_fn, scaler, accumulate, error)
+                error = self._make(batch, error)
                 result = self._agree(error)
-            except torch.AcceleratorError:
-                guard._state.give_back(device_died=True)  # the device died; more would only hide its error
-                raise
-            except BaseException:
+            except BaseException as raised:  # if the device died, more would only hide its error
                 guard._outsiders.forget()
-                guard._state.give_back()
+                guard._state.give_back(device_died=isinstance(raised, torch.AcceleratorError))
                 raise
         guard._outsiders.warn()
+        self._note_losses(result)
         return result
 
-    def _make(
-        self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int, error: BaseException | None
-    ) -> BaseException | None:
+    def _make(self, batch: Any, error: BaseException | None) -> BaseException | None:
         """Make the step with this rank's samples; return `error`, or what was raised and no sample is blamed for."""
         raise NotImplementedError
 
@@ -94,6 +162,7 @@ class SharedStep:
             self._agreement.meet(self._size, terms)
             first = self._agreement.gather((guard.run, Wishes.of(guard._sinks, guard.payload)))[0]
             guard.run, guard._wishes = first
+        self._wishes = guard._wishes
 
     def _refuse_collectives(self) -> None:
         """Refuse, in the first step, a loss that talks to other ranks itself; before backward or a search."""
@@ -107,41 +176,32 @@ class SharedStep:
                 fix="guard.backward(batch, loss_fn)   # with a loss of this rank's samples; exchange before or after",
             )
 
-    def _search(self, trial: LossTrial, fault: StepFault, writes: int) -> None:
-        guard = self._guard
-        if guard._reader.writes(self._batch) != writes:
-            raise_as_it_is(fault, self._size, "the batch was written to in place, so nothing can be tried again")
-        self._recorder = guard._recorder(self._outcome, self._batch, self._size, self._ids)
-        assert guard._wishes is not None
-        self._snapshot = guard._snapshot(guard._wishes)
-        self._recovered = found = guard._search(trial, self._outcome, self._batch, self._size, _allow)
-        self._outcome = found.outcome or Outcome()
-        self._incidents = self._recorder.dropped(found.dropped) + self._recorder.transient(found.transient)
-
-    def _tell(self, error: BaseException | None) -> tuple[Share, RankTotals]:
-        """Tell the other ranks how the step went here; return that, and how it went everywhere."""
+    def _tell(self, error: BaseException | None) -> Share:
+        """Tell the other ranks how the step went here; return how it went everywhere."""
         share = self._share(error)
         in_haste = not isinstance(error, Exception | None)
-        return share, self._agreement.exchange(share, self._guard._state, in_haste=in_haste)
+        totals = self._agreement.exchange(share, self._guard._state, in_haste=in_haste)
+        self._answer = share, totals
+        return totals
 
     def _share(self, error: BaseException | None) -> Share:
-        guard, found = self._guard, self._recovered
+        guard, outcome = self._guard, self._outcome
         if error is not None:
-            found = self._recovered = Recovered(None, [], [])
-            self._outcome, self._incidents = Outcome(), ()
+            self._recovered, outcome = Recovered(None, [], []), Outcome()
+            self._outcome, self._incidents = outcome, ()
             guard._state.forget_gradients()
-        kept = self._kept
+        found, kept = self._recovered, len(self._kept)
         return Share(
             size=self._size,
-            kept=len(kept),
-            bad=0 if found is None else len(found.dropped),
+            kept=kept,
+            busy=self._size > 0,
             whole=found is not None and found.whole is not None,
             failed=error is not None,
             reported=found is not None and bool(self._incidents or found.reasons),
             more=guard._more,
-            by_total=self._outcome.count is not None,
-            loss=self._outcome.value if kept else None,
-            count=self._outcome.count,
+            by_total=outcome.count is not None,
+            loss=outcome.value.detach() if kept and outcome.value is not None else 0.0,
+            count=0.0 if outcome.count is None else outcome.count,
         )
 
     @property
@@ -150,9 +210,12 @@ class SharedStep:
 
     def _agree(self, error: BaseException | None) -> GuardResult:
         """Agree with the others on the result of the step."""
-        guard = self._guard
+        guard, agreement = self._guard, self._agreement
         try:
-            share, totals = self._tell(error)
+            if self._answer is None:
+                self._tell(error)
+            assert self._answer is not None
+            share, totals = self._answer
             if totals.failed:
                 self._raise_failure(error)
         except OtherRankError:
@@ -160,25 +223,34 @@ class SharedStep:
                 raise error from None
             raise
         guard._others_have_more, guard._busy_ranks = totals.more > 0, totals.busy
-        reasons = [] if self._recovered is None else self._recovered.reasons
-        packs = self._agreement.gather((self._incidents, reasons)) if totals.reported else []
-        everything = tuple(incident for pack in packs for incident in pack[0])
+        own = [] if self._recovered is None else self._recovered.reasons
+        packs = agreement.gather((self._incidents, own)) if totals.reported else []
+        everything = tuple(incident for incidents, _ in packs for incident in incidents)
+        reasons = [reason for _, reasons in packs for reason in reasons]
         if totals.whole and totals.whole == totals.busy:
             self._raise_whole()
-        self._judge(totals, everything, packs)
-        self._record(everything, packs)
+        if everything:
+            self._judge(everything, totals.size, at_end=True)
+            self._record(everything)
         if totals.kept:
-            self._agreement.settle(share, totals, guard._state)
+            agreement.settle(share, totals, guard._state)
         else:
             guard._state.give_back()
         sums = self._outcome.sums
         if sums is None and (totals.by_total or not (totals.kept or guard._tally.has_means)):  # nothing from here
-            sums = torch.zeros(2, dtype=torch.float64, device=self._agreement.device)
-        tally = guard._tally.after_step(totals.size, bad=totals.bad > 0, incidents=everything, sums=sums)
-        if self._agreement.rank == 0:
+            sums = torch.zeros(2, dtype=torch.float64, device=agreement.device)
+        bad = any(not incident.transient for incident in everything)
+        tally = guard._tally.after_step(totals.size, bad=bad, incidents=everything, sums=sums)
+        if agreement.rank == 0:
             guard._log_counts(totals.kept, tally)
         guard._tally, guard.global_step = tally, guard.global_step + 1
-        return self._result(self._kept, totals, [reason for pack in packs for reason in pack[1]])
+        count = totals.count if totals.by_total else totals.kept
+        mean = totals.loss / count if count else 0.0 if totals.kept else float("nan")
+        value = self._outcome.value
+        loss = torch.full_like(torch.empty((), dtype=torch.float32) if value is None else value, mean)
+        loss.__dict__["of_all_ranks"] = mean, agreement.world_size  # `Rewind` need not ask the ranks again
+        kept = self._kept
+        return GuardResult(loss, self._outcome.per_sample if kept else None, kept, self._incidents, reasons)
 
     def _raise_failure(self, error: BaseException | None) -> NoReturn:
         """Raise what was raised here; on the other ranks, an error that names it."""
@@ -196,7 +268,7 @@ class SharedStep:
         """Raise a fault that every sample of every rank has."""
         found = self._recovered
         if found is not None and found.whole is not None:
-            why, fix = advice(found.whole, self._batch, self._function, self._guard._state.parameters)
+            why, fix = advice(found.whole, self._batch, self._trial.function, self._guard._state.parameters)
             raise_as_it_is(found.whole, self._size, f"on every rank, {found.evidence}", why, fix)
         raise OtherRankError(
             "Guard: every sample of every other rank fails; this rank has none.",
@@ -204,61 +276,19 @@ class SharedStep:
             fix="# see the tracebacks of the other ranks",
         )
 
-    def _judge(self, totals: RankTotals, incidents: tuple[Incident, ...], packs: Sequence[Any]) -> None:
-        """Refuse the step if too much is bad; all ranks decide alike."""
-        guard = self._guard
-        too_many = totals.bad > guard.max_bad * totals.size
-        dropped = refused([incident for incident in incidents if not incident.transient], too_many=too_many)
-        in_a_row = guard._tally.in_a_row + 1
-        if too_many or (totals.bad and in_a_row >= guard.patience):
-            if not too_many:
-                guard._tally.in_a_row = in_a_row
-            self._record(dropped, packs)
-            cause = None if self._recovered is None or self._recovered.whole is None else self._recovered.whole.error
-            try:
-                if too_many:
-                    refuse_share(dropped, totals.bad, totals.size, guard.max_bad)
-                refuse_row(dropped, in_a_row, guard.patience)
-            except RuntimeError as refusal:
-                raise refusal from cause
-
-    def _record(self, incidents: Sequence[Incident], packs: Sequence[Any]) -> None:
-        """Write down what happened: each rank to its log, the first one for all to the sinks."""
-        guard, wishes = self._guard, self._guard._wishes
-        if not incidents:
-            return
-        own = [incident for incident in incidents if incident.rank == self._agreement.rank]
+    def _record(self, incidents: Sequence[Incident]) -> None:
+        """Pass incidents on: each rank to its log, the first one for all to those who keep them."""
+        rank, wishes = self._agreement.rank, self._wishes
+        own = [incident for incident in incidents if incident.rank == rank]
         log(own)
-        assert wishes is not None
-        evidence: dict[int, tuple[dict[str, bytes] | None, bytes | None]] = {}
-        if wishes.payload is not None or wishes.snapshot is not None:
-            samples = None
-            if own and wishes.payload is not None and self._recorder is not None:
-                samples = self._recorder.samples(own, wishes.payload)
-            owners = [rank for rank, pack in enumerate(packs) if pack[0]]
-            evidence = self._agreement.bring((samples, self._snapshot), owners)
-        if self._agreement.rank == 0:
-            for rank in dict.fromkeys(incident.rank for incident in incidents):
-                samples, snapshot = evidence.get(rank, (None, None))
-                of_rank = [incident for incident in incidents if incident.rank == rank]
-                hand_over(of_rank, guard._sinks, samples, snapshot, payload=guard.payload)
-
-    def _result(self, kept: list[int], totals: RankTotals, reasons: list[str]) -> GuardResult:
-        value = self._outcome.value
-        like = torch.empty((), dtype=torch.float32) if value is None else value
-        count = totals.count if totals.by_total else totals.kept
-        mean = totals.loss / count if count else 0.0 if totals.kept else float("nan")
-        loss = torch.full_like(like, mean)
-        loss.__dict__["of_all_ranks"] = mean, self._agreement.world_size  # `Rewind` need not ask the ranks again
-        return GuardResult(
-            loss=loss,
-            losses=self._outcome.per_sample if kept else None,
-            kept=kept,
-            dropped=tuple(incident for incident in self._incidents if not incident.transient),
-            exact=not reasons,
-            reason="; ".join(dict.fromkeys(reasons)),
-            transient=tuple(incident for incident in self._incidents if incident.transient),
-        )
+        owners = sorted({incident.rank for incident in incidents})
+        evidence: dict[int, Any] = {}
+        if wishes is not None and (wishes.payload is not None or wishes.snapshot is not None):
+            evidence = self._agreement.bring((self._samples(own), self._snapshot), owners)
+        for owner in owners if rank == 0 else ():
+            of_rank = [incident for incident in incidents if incident.rank == owner]
+            kept = evidence.get(owner, (None, None))
+            hand_over(of_rank, self._guard._sinks, *kept, payload=self._guard.payload)
 
 
 def _allow(dropped: Sequence[Dropped]) -> None:
@@ -279,48 +309,37 @@ class ReplicatedStep(SharedStep):
 
     _agreement: Replicas
 
-    def _make(
-        self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int, error: BaseException | None
-    ) -> BaseException | None:
-        guard, state = self._guard, self._guard._state
-        if error is not None:
+    def _make(self, batch: Any, error: BaseException | None) -> BaseException | None:
+        if error is not None or not self._size:
             return error
-        if not self._size:
-            self._recovered = Recovered(None, [], [])
-            return None
+        agreement, trial = self._agreement, self._trial
         try:
-            trial = LossTrial(loss_fn, state, self._agreement, guard._catch, scaler, accumulate)
             trial.before_backward = self._before_backward
-            if first := guard._first:
-                trial.first = True
-                guard._outsiders.look(loss_fn)
+            if self._first:
                 self._made_before = collectives_made()
-            writes = guard._reader.writes(self._batch)
-            untouched = with_own_containers(self._batch)
             started = perf_counter()
-            self._outcome = trial.run(self._batch, self._size)
-            if self._outcome.fault is not None or not first:  # a healthy first one may have compiled the model
+            self._outcome = trial.run(batch, self._size)
+            if self._outcome.fault is not None or not self._first:  # a healthy first one may have compiled the model
                 passes, seconds = 2 * self._size.bit_length() + 6, perf_counter() - started  # to find one bad sample
-                self._agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
+                agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
             trial.before_backward = None
             if self._outcome.skipped:
                 self._recovered = Recovered(None, [], [])
             if self._outcome.fault is not None:
                 self._refuse_collectives()
-                self._batch = untouched
-                self._agreement.withdraw()
-                self._search(trial, self._outcome.fault, writes)
+                agreement.withdraw()
+                self._search(trial, _allow)
         except torch.AcceleratorError:
             raise  # nothing more can be sent from here
         except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
-            self._agreement.withdraw()
+            agreement.withdraw()
             return raised
         return None
 
     def _before_backward(self, outcome: Outcome) -> None:
         self._refuse_collectives()
         if self._guard._first:
-            self._guard._look_around(outcome)
+            self._look_around(outcome)
         self._agreement.before_backward(self._size, self._guard._state, by_total=outcome.count is not None)
 
 
@@ -334,43 +353,34 @@ class ShardedStep(SharedStep):
     # everywhere, the ranks with a fault search for their bad samples while the others follow, and all try again.
 
     _agreement: Shards
+    _again = False  # whether this is the second try, without the bad samples
 
-    def __init__(self, guard: Guard, agreement: Shards, batch: Any, ids: Ids | None) -> None:
-        super().__init__(guard, agreement, batch, ids)
-        self._answer: tuple[Share, RankTotals]
-        self._trial: LossTrial
-        self._again = False
-
-    def _make(
-        self, loss_fn: LossFunction, scaler: Scaler | None, accumulate: int, error: BaseException | None
-    ) -> BaseException | None:
-        guard, state = self._guard, self._guard._state
-        self._trial = LossTrial(loss_fn, state, self._agreement, guard._catch, scaler, accumulate)
-        if not self._size:
-            self._recovered = Recovered(None, [], [])
-        elif guard._first and error is None:
-            self._trial.first = True
-            guard._outsiders.look(loss_fn)
-        writes = guard._reader.writes(self._batch) if self._size else 0
-        untouched = with_own_containers(self._batch)
-        error = self._try(self._batch, error)
-        totals = self._tell_all(error)
+    def _make(self, batch: Any, error: BaseException | None) -> BaseException | None:
+        guard = self._guard
+        error = self._try(batch, error)
+        totals = self._tell(error)
         if totals.failed or not totals.stale:
             return error
-        self._batch, self._again = untouched, True
-        error = self._look_for_faults(totals, writes)
+        self._again = True
+        error = self._look_for_faults(totals)
         if self._agreement.follow(failed=error is not None):
-            self._tell_all(error)
+            self._tell(error)
             return error
-        kept = self._kept
-        state.restore()
+        batch, kept = self._batch, self._kept
+        guard._state.restore()
         if len(kept) < self._size and kept:
-            untouched = guard._reader.select(untouched, kept, self._size)
-        error = self._try(with_own_containers(untouched), None)
-        totals = self._tell_all(error)
-        if totals.stale and not totals.failed:
-            error = self._unexplained()
-            self._tell_all(error)
+            batch = guard._reader.select(batch, kept, self._size)
+        error = self._try(with_own_containers(batch), None)
+        totals = self._tell(error)
+        if totals.failed or not totals.stale:
+            return error
+        if self._outcome.fault is not None:
+            evidence = "no rank has a sample that can be blamed for it; it came in a second try"
+            try:
+                raise_as_it_is(self._outcome.fault, self._size, evidence)
+            except Exception as raised:  # noqa: BLE001 - it is raised when the others know
+                error = raised
+        self._tell(error)
         return error
 
     def _try(self, batch: Any, error: BaseException | None) -> BaseException | None:
@@ -410,18 +420,18 @@ class ShardedStep(SharedStep):
     def _before_backward(self, outcome: Outcome) -> None:
         self._refuse_collectives()
         if self._guard._first:
-            self._guard._look_around(outcome, self._agreement.gathered())
+            self._look_around(outcome, self._agreement.gathered())
         self._trial.weight = self._agreement.weight(len(self._kept), by_total=outcome.count is not None)
 
-    def _look_for_faults(self, totals: RankTotals, writes: int) -> BaseException | None:
+    def _look_for_faults(self, totals: Share) -> BaseException | None:
         """Search for this rank's bad samples, if it has a fault of its own; the others take part in every pass."""
         guard, fault = self._guard, self._outcome.fault
         self._agreement.search()
         try:
             guard._state.restore()
-            if self._size and guard._reader.writes(self._batch) != writes:
+            if self._size and guard._reader.writes(self._batch) != self._writes:
                 if fault is not None and fault.cause != "non-finite gradient":
-                    self._search(self._trial, fault, writes)
+                    self._search(self._trial, _allow)
                 raise ArgumentValueError(
                     "Guard: a rank has bad samples, and `loss_fn` has written into the batch of this one.",
                     why="with FSDP2 all ranks make the step again without the bad samples, each with its own batch.",
@@ -431,7 +441,7 @@ class ShardedStep(SharedStep):
                 self._outcome = self._trial.run(with_own_containers(self._batch), self._size)
                 fault = self._outcome.fault  # of this rank's own gradients; in the shards are those of all
             if fault is not None and self._kept:
-                self._search(self._trial, fault, writes)
+                self._search(self._trial, _allow)
         except torch.AcceleratorError:
             raise
         except BaseException as raised:
@@ -440,30 +450,13 @@ class ShardedStep(SharedStep):
             return raised
         return None
 
-    def _unexplained(self) -> BaseException | None:
-        """Return what a second try without the bad samples raised, or an error about values that are not finite."""
-        fault = self._outcome.fault
-        if fault is None:
-            return None
-        try:
-            raise_as_it_is(fault, self._size, "no rank has a sample that can be blamed for it; it came in a second try")
-        except Exception as raised:  # noqa: BLE001 - it is raised when the others know
-            return raised
-
-    def _tell_all(self, error: BaseException | None) -> RankTotals:
-        self._answer = super()._tell(error)
-        return self._answer[1]
-
-    def _tell(self, error: BaseException | None) -> tuple[Share, RankTotals]:
-        return self._answer  # of `_make`
-
     def _share(self, error: BaseException | None) -> Share:
         fault = self._outcome.fault if error is None else None
         share = super()._share(error)
         share.stale = fault is not None
         share.spoilt = fault is not None and fault.cause == "non-finite gradient"
         if fault is not None:
-            share.loss = share.count = None
+            share.loss = share.count = 0.0
         return share
 
 
