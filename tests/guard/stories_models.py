@@ -326,7 +326,7 @@ def what_is_refused(rank):
         assert text in str(error)
     for name, value in {"out_of_memory": "split", "clip_samples": 1.0}.items():
         error = raised_by(lambda given={name: value}: gg.Guard(wrapped, **given))
-        assert f"`{name}` is {value!r}, and several ranks share the model." in str(error)
+        assert f"`{name}` is the {type(value).__name__} {value!r}.\nWhy: several ranks share the model: " in str(error)
 
 
 def what_is_refused_when_it_is_used(rank):

@@ -29,27 +29,21 @@ BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d,
 def check_clipping(modules: Sequence[torch.nn.Module], scaler: object, guests: Sequence[torch.Tensor]) -> None:
     """Refuse a step in which samples meet, or whose gradients cannot be clipped."""
     if scaler is not None:
-        raise ArgumentValueError(
-            "Guard.backward(): `scaler` is given, and the guard has `clip_samples`.",
-            why="the norm of a scaled gradient is not the one to clip, and an overflow of the scale would count as a "
-            "bad sample.",
-            fix="guard.backward(batch, loss_fn)   # with torch.autocast(device, dtype=torch.bfloat16), no scaler",
-        )
+        what = "Guard.backward(): `scaler` is given, and the guard has `clip_samples`."
+        why = "the norm of a scaled gradient is not the one to clip, and an overflow of the scale is no bad sample."
+        fix = "guard.backward(batch, loss_fn)   # with torch.autocast(device, dtype=torch.bfloat16), no scaler"
+        raise ArgumentValueError(what, why=why, fix=fix)
     if guests:
-        raise ArgumentValueError(
-            f"Guard.backward(): the batch has {describe(guests[0])} that requires a gradient.",
-            why="`clip_samples` clips the gradients of parameters, and makes no others.",
-            fix="guard.backward(batch, loss_fn)   # after batch.detach()",
-        )
-    for root in modules:
-        for path, module in root.named_modules():
-            if isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None):
-                name = f"`{path}` ({type(module).__name__})" if path else type(module).__name__
-                raise ArgumentValueError(
-                    f"Guard.backward(): {name} is in training mode, and the guard has `clip_samples`.",
-                    why="it mixes the samples of a batch, so that no sample has a gradient of its own.",
-                    fix="torch.nn.GroupNorm(...) in its place, or module.eval() on it before the step",
-                )
+        what = f"Guard.backward(): the batch has {describe(guests[0])} that requires a gradient."
+        why = "`clip_samples` clips the gradients of parameters, and makes no others."
+        raise ArgumentValueError(what, why=why, fix="guard.backward(batch, loss_fn)   # after batch.detach()")
+    for path, module in (pair for root in modules for pair in root.named_modules()):
+        if isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None):
+            name = f"`{path}` ({type(module).__name__})" if path else type(module).__name__
+            what = f"Guard.backward(): {name} is in training mode, and the guard has `clip_samples`."
+            why = "it mixes the samples of a batch, so that no sample has a gradient of its own."
+            fix = "torch.nn.GroupNorm(...) in its place, or module.eval() on it before the step"
+            raise ArgumentValueError(what, why=why, fix=fix)
 
 
 class ClippedTrial(LossTrial):
@@ -102,8 +96,10 @@ class ClippedTrial(LossTrial):
         self._failed = {}
         for of_samples, gradients in parts:
             flat = [g.reshape(len(g), g[0].numel()) for g in gradients.values()]
-            of_parts = [torch.linalg.vector_norm(g, dim=1, dtype=_wide(g)).to(of_samples.device) for g in flat]
-            norm = torch.linalg.vector_norm(torch.stack(of_parts), dim=0)
+            # In double precision: squares of gradients in single precision overflow.
+            wide = [torch.complex128 if g.is_complex() else torch.float64 for g in flat]
+            of_parts = [torch.linalg.vector_norm(g, dim=1, dtype=w) for g, w in zip(flat, wide, strict=True)]
+            norm = torch.linalg.vector_norm(torch.stack([part.to(of_samples.device) for part in of_parts]), dim=0)
             share = (self._largest / norm).clamp(max=1) / (size * self.accumulate)
             for name, gradient in gradients.items():
                 part = torch.tensordot(share.to(gradient), gradient, 1)
@@ -164,11 +160,9 @@ class ClippedTrial(LossTrial):
         """Compute the loss of a sample with tensors in the place of the parameters."""
         outcome: Outcome = functional_call(self._model, parameters, (self._call, sample))
         if outcome.count is not None:
-            raise ArgumentTypeError(
-                "Guard.backward(): `loss_fn` returned a total and its count, and the guard has `clip_samples`.",
-                why="the mean is taken over samples, each with a clipped gradient; no count divides it.",
-                fix="return losses.mean()   # or one loss for each sample",
-            )
+            what = "Guard.backward(): `loss_fn` returned a total and its count, and the guard has `clip_samples`."
+            why = "the mean is taken over samples, each with a clipped gradient; no count divides it."
+            raise ArgumentTypeError(what, why=why, fix="return losses.mean()   # or one loss for each sample")
         return outcome
 
     def _leaves(self) -> Gradients:
@@ -191,8 +185,6 @@ class ClippedTrial(LossTrial):
                 try:
                     gradients = torch.autograd.grad(outcome.value, inputs, allow_unused=True)
                 except self.catch as error:
-                    if must_pass(error):
-                        raise
                     self._failed[row] = self._fault(error, "backward")
                     continue
                 found = dict(zip(values, gradients, strict=True))
@@ -212,12 +204,10 @@ class ClippedTrial(LossTrial):
         if strange := [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]:
             names = {id(parameter): name.split(".", 2)[2] for name, parameter in self._parameters.items()}
             shown = listed([f"`{names[id(p)]}`" if id(p) in names else describe(p) for p in strange], 3)
-            raise ArgumentValueError(
-                f"Guard.backward(): the loss uses parameters that it does not take from the guarded model: {shown}.",
-                why="`clip_samples` computes the gradient of each sample with tensors in the place of the parameters "
-                "of the guarded modules.",
-                fix="gg.Guard([model, head], clip_samples=1.0)   # and read parameters from the modules inside loss_fn",
-            )
+            what = f"Guard.backward(): the loss uses parameters that it does not take from the guarded model: {shown}."
+            why = "`clip_samples` puts tensors in the place of the parameters of guarded modules, for each sample."
+            fix = "gg.Guard([model, head], clip_samples=1.0)   # and read parameters from the modules inside loss_fn"
+            raise ArgumentValueError(what, why=why, fix=fix)
         if self.before_backward is not None:
             self.before_backward(outcome)
 
@@ -236,13 +226,6 @@ class _WithLoss(torch.nn.Module):
 def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
     if gradient.layout is torch.strided:
         return gradient
-    raise ArgumentValueError(
-        f"Guard.backward(): the gradient of `{name.split('.', 2)[2]}` is sparse, and the guard has `clip_samples`.",
-        why="the gradients of samples are added as dense tensors, which optimizers of sparse gradients do not take.",
-        fix="torch.nn.Embedding(..., sparse=False)",
-    )
-
-
-def _wide(gradient: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which squares of gradients in single precision do not overflow."""
-    return torch.complex128 if gradient.is_complex() else torch.float64
+    what = f"Guard.backward(): the gradient of `{name.split('.', 2)[2]}` is sparse, and the guard has `clip_samples`."
+    why = "the gradients of samples are added as dense tensors, which optimizers of sparse gradients do not take."
+    raise ArgumentValueError(what, why=why, fix="torch.nn.Embedding(..., sparse=False)")

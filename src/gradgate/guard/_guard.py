@@ -16,6 +16,7 @@ from gradgate._checks import wrong_type, wrong_value
 from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import listed
 from gradgate._state import FiniteCheck, TrainingState, divide_gradients
+from gradgate._torch_distributed import Replica
 from gradgate._trees import BatchReader, Ids, ReadIds, Select, read_ids
 from gradgate.errors import ArgumentError, ArgumentValueError, GradgateError
 from gradgate.guard._clip import ClippedTrial, check_clipping
@@ -34,7 +35,7 @@ from gradgate.guard._trial import (
 )
 from gradgate.guard.distributed._ranks import Ranks
 from gradgate.guard.distributed._shards import Shards
-from gradgate.guard.distributed._shared_step import ReplicatedStep, ShardedStep, agreement_of, even_batches, unwrapped
+from gradgate.guard.distributed._shared_step import ReplicatedStep, ShardedStep, agreement_of, even_batches
 from gradgate.ledger import Ledger
 from gradgate.records import Sink
 
@@ -44,16 +45,15 @@ Log = Callable[[str, float, int], object]
 class Guard:
     """Keeps a training going when single samples are bad, and leaves it exactly as if they had never been there.
 
-    A sample is bad if it makes the forward pass or the loss raise, the loss NaN or infinite, or a gradient NaN or
-    infinite under a finite loss. Then everything the step has written is put back, the bad samples are found and
-    dropped, and the step is made with the others: gradients, buffers (the statistics of BatchNorm), random state
-    (python's, numpy's, torch's) and the loss are bit-identical to those of the same call on the batch without them.
+    A sample is bad if it makes the forward pass or the loss raise, or the loss or a gradient NaN or infinite. The bad
+    samples are found and dropped, and the step is made with the others: gradients, buffers, random state (python's,
+    numpy's, torch's) and the loss are bit-identical to those of the same call on the batch without them.
 
     A fault of the code is no sample's: if every sample fails, the exception is raised as it was, and everything is
     as it was before the step. Interrupts, exits, missing memory and device-side asserts always pass.
 
     With a model in DistributedDataParallel or FSDP2 (`fully_shard`), every rank makes the same step: the gradients are
-    those of the mean over the good samples of all ranks, whatever happens on one of them.
+    those of the mean over the good samples of all ranks.
 
     Args:
         model: The module that is trained, or several; with its wrapper, where ranks share it.
@@ -77,9 +77,8 @@ class Guard:
             2 suits BatchNorm, which cannot work with one sample.
         run: The name of the run in incidents.
         out_of_memory: What happens where a batch does not fit into memory: "raise"; "split" it into halves, and these
-            again, with the gradients added so that they are those of the mean over the batch; or "skip" it. The
-            incident has no sample, and `result.exact` says whether samples meet in the model or the loss, so that
-            parts are not the whole. With several ranks only "raise".
+            again, with the gradients added so that they are those of the mean over the batch; or "skip" it.
+            `result.exact` says whether samples meet in the model or the loss. With several ranks only "raise".
         history: Write the loss of every sample into the ledger, if the loss function returns one loss for each and
             the ids are known: `ledger.hardest()`, `ledger.suspicious()`. They are written every 64 steps, with
             `state_dict`, and at the end of `loop`; over ranks, each writes those of its own samples.
@@ -133,7 +132,7 @@ class Guard:
         if not given or not all(isinstance(module, torch.nn.Module) for module in given):
             why = "the guard puts back the buffers and gradients of the modules that a step runs."
             raise wrong_type(model, "model", "Guard", why, "gg.Guard(model)   # or gg.Guard([encoder, head])")
-        self._modules = list(map(unwrapped, given))
+        self._modules: list[torch.nn.Module] = [m.module if isinstance(m, Replica) else m for m in given]
         self._state = TrainingState(self._modules)
         self._agreement = agreement_of(given, self._state)
         self._check = self._agreement if isinstance(self._agreement, Ranks) else FiniteCheck()
@@ -187,9 +186,7 @@ class Guard:
         scaler: Scaler | None = None,
         accumulate: int = 1,
     ) -> GuardResult:
-        """Make forward, loss and backward of a batch, without the samples that are bad.
-
-        Gradients are added to those that are there, as `backward()` does; call the optimizer yourself.
+        """Make forward, loss and backward of a batch without its bad samples; gradients are added to those there.
 
         Args:
             batch: Tensors, and lists, tuples, dicts, dataclasses and named tuples of them; lists of anything; objects
@@ -294,9 +291,8 @@ class Guard:
         """Divide the gradients by the count of all that was kept since the last call; then the optimizer may step.
 
         Only where the loss function returns `(total, count)`: the gradients of totals are added over micro-batches and
-        ranks, and the mean over all of them is exact, however unequal their counts are. Every rank calls it, once
-        before each `optimizer.step()`. The guard cannot know when the optimizer steps, so a call that is forgotten is
-        not noticed: the optimizer gets the gradient of the sum.
+        ranks, and the mean is exact, however unequal the counts are. Every rank calls it, once before each
+        `optimizer.step()`. A call that is forgotten is not noticed: the optimizer gets the gradient of the sum.
 
         Returns:
             The mean loss over everything kept since the last call, on all ranks; 0 if the count is 0.
@@ -366,15 +362,12 @@ class Guard:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Return the batches of a loader until no rank has any more, so that all ranks make equally many steps.
 
-        A rank whose loader has come to its end gets batches of 0 rows; `backward` takes part with nothing then, and the
-        optimizer makes the same step as everywhere. In one process these are just the batches.
-
         Args:
             loader: This rank's batches.
 
         Returns:
-            The batches, for one loop with a `backward` for each. Where `select=` cannot take 0 rows, None stands for
-            such a batch, and `backward` takes it.
+            The batches, for one loop with a `backward` for each. A rank whose loader has come to its end gets batches
+            of 0 rows, or None where `select=` cannot take 0 rows. In one process these are just the batches.
         """
         follow(loader, None, self)
         return even_batches(self, self._agreement, loader) if isinstance(self._agreement, Ranks) else iter(loader)

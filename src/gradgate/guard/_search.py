@@ -12,13 +12,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import cycle, islice
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd.graph import Node
@@ -29,8 +28,10 @@ from gradgate._source import Line, definition_line, running_line, written
 from gradgate._state import TrainingState
 from gradgate._torch_private import (
     ThreadModes,
+    anything_compiled,
     call_with_gradient,
     compiled_as_written,
+    is_compiled,
     watched_modules,
     write_grad_mode,
     write_mark,
@@ -45,8 +46,11 @@ from gradgate._trees import (
     with_own_containers,
 )
 from gradgate.errors import GradgateError, TooManyBadSamples
-from gradgate.guard._trial import Outcome, Outsiders, StepFault, Trial, advice, must_pass
+from gradgate.guard._trial import LossTrial, Outcome, StepFault, Trial, advice, must_pass
 from gradgate.records import Stage
+
+if TYPE_CHECKING:
+    from gradgate.guard._guard import Guard
 
 # --- Group testing --------------------------------------------------------------------------------------------------
 
@@ -296,16 +300,13 @@ class Sighting:
 class Observer:
     """Hooks around one replay."""
 
-    def __init__(
-        self, size: int, batch_dim: int, patches: Patches, *, values: bool = False, gradients: bool = False
-    ) -> None:
+    def __init__(self, size: int, batch_dim: int, patches: Patches, *, values: bool, gradients: bool) -> None:
         self._size = size
         self._batch_dim = batch_dim
         self._patches = patches
         self._values = values
         self._gradients = gradients
         self._thread = threading.get_ident()
-        self._watching = ExitStack()
         self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
         self._finite: tuple[torch.nn.Module | None, Line | None] = (None, None)
         self._itself = weakref.proxy(self)
@@ -314,22 +315,21 @@ class Observer:
         self.modules: dict[torch.nn.Module, None] = {}
         self.sightings: list[Sighting] = []
 
-    def __enter__(self) -> Observer:
-        self._watching.enter_context(watched_modules(self._patches, self._enter_module, self._leave_module))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._watching.close()
-        self._hooked.clear()
+    @contextmanager
+    def watching(self, batch: Any) -> Iterator[None]:
+        """Look at the batch, and at what modules take and give as long as the block lasts."""
+        try:
+            with watched_modules(self._patches, self._enter_module, self._leave_module):
+                if self._values:
+                    self._look(tensors_in(batch), None)
+                yield
+        finally:
+            self._hooked.clear()
 
     @property
     def hint(self) -> frozenset[int]:
         """The rows that were not finite before they were mixed into all others, as far as rows are samples."""
         return self.sightings[-1].rows if self.sightings else frozenset()
-
-    def look(self, batch: Any) -> None:
-        if self._values:
-            self._look(tensors_in(batch), None)
 
     def _look(self, tensors: list[torch.Tensor], module: torch.nn.Module | None) -> None:
         """Look at what a module takes or gives, and note which rows are not finite while these are some of them."""
@@ -406,70 +406,53 @@ def _written(line: Line | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
+    """Rows that are dropped, alone or together, and why."""
+
     rows: tuple[int, ...]
     fault: StepFault
     message: str
     stage: Stage
     module: torch.nn.Module | None
     where: str | None
-    norm: float | None
-    method: str
-
-
-@dataclass(slots=True)
-class Localisation:
-    """What a search for the guilty rows gave so far."""
-
-    blames: list[Blame] = field(default_factory=list)
-    everyone: bool = False
-    by_size: bool = False
-    repeated: bool = False
+    norm: float | None = None
+    method: str = "every sample"
     tests: int = 0
-    modules: list[torch.nn.Module] = field(default_factory=list)
 
 
 class Probes:
-    """Runs the user's function on rows of one batch, to find out which of them are to blame for a fault."""
+    """Runs the user's function on some rows of a batch, to find out which of them are to blame for a fault."""
 
     def __init__(
-        self,
-        trial: Trial,
-        state: TrainingState,
-        reader: BatchReader,
-        batch: Any,
-        size: int,
-        fault: StepFault,
-        *,
-        eager: bool,
+        self, trial: Trial, state: TrainingState, reader: BatchReader, batch: Any, rows: Group, fault: StepFault
     ) -> None:
-        self.found = Localisation()
+        self.repeated = False
+        self.modules: list[torch.nn.Module] = []
         self._trial = trial
         self._state = state
         self._batch = batch
-        self._size = size
+        self._rows = rows  # of the whole batch, which this one has
+        self._size = len(rows)
         self._fault = fault
-        self._eager = eager
         self._batch_dim, self._layout = reader.batch_dim, reader.layout
-        self._take = reader.taking(batch, size)
+        self._take = reader.taking(batch, self._size)
+        self.search = Search(list(range(self._size)), self._test)
+        self.eager = False
         self._runs_backward = fault.stage == "backward"
         self._recording = self._runs_backward
         self._passed = False
         self._ambient = torch.is_grad_enabled()
         self._messages: dict[int, str] = {}
 
-    def localise(self) -> Iterator[Localisation]:
+    def localise(self) -> Iterator[list[Blame]]:
         """Find the rows to blame; pause whenever the batch without them may pass, go on if it fails as before."""
-        # `found` says why where nobody is blamed in the end.
+        # `search` says why where nobody is blamed in the end.
         observer, hint = self._replay()
-        if not self.found.repeated:
+        if not self.repeated:
             return
         hint = hint or self._suspects()
-        search = Search(list(range(self._size)), self._test, hint)
-        for _ in search.run():
-            self.found.tests = search.tests
-            self.found.blames = [self._blame(rows, hint, observer.sightings) for rows in search.groups]
-            yield self.found
-        self.found.tests, self.found.everyone, self.found.by_size = search.tests, search.everyone, search.by_size
+        self.search = Search(list(range(self._size)), self._test, hint)
+        for _ in self.search.run():
+            yield [self._blame(rows, hint, observer.sightings) for rows in self.search.groups]
 
     def _replay(self) -> tuple[Observer, frozenset[int]]:
         """Run the batch again to see which rows to suspect; without recording if the fault shows so too."""
@@ -479,16 +462,15 @@ class Probes:
             self._recording = recording
             observer = Observer(self._size, self._batch_dim, self._state.patches, values=values, gradients=gradients)
             batch = with_own_containers(self._batch)
-            with observer:
-                observer.look(batch)
+            with observer.watching(batch):
                 outcome = self._run(batch, self._size)
-            self.found.modules = list(observer.modules)
+            self.modules = list(observer.modules)
             if outcome.fault is not None and outcome.fault.same_as(fault):
                 break
         again = outcome.fault
-        if again is not None and (again.same_as(fault) or (self._eager and again.error and fault.error)):
+        if again is not None and (again.same_as(fault) or (self.eager and again.error and fault.error)):
             self._fault = again  # compiled code words its errors differently
-            self.found.repeated = True
+            self.repeated = True
         return observer, outcome.bad_rows or observer.hint
 
     def _suspects(self) -> frozenset[int]:
@@ -558,7 +540,7 @@ class Probes:
             yield
 
     def _as_written(self) -> AbstractContextManager[None]:
-        return compiled_as_written(self._state.patches) if self._eager else nullcontext()
+        return compiled_as_written(self._state.patches) if self.eager else nullcontext()
 
     def _blame(self, rows: tuple[int, ...], hint: frozenset[int], sightings: list[Sighting]) -> Blame:
         fault = self._fault
@@ -568,22 +550,15 @@ class Probes:
         if hint.issuperset(rows) and (fault.error is None or fault.call is not None):
             kind = "gradients" if self._runs_backward else "values"
             method = f"{kind} that are not finite" if fault.error is None else "search in the module that raised"
+        stage, module, norm = fault.stage, fault.module, None
         first = next((sighting for sighting in sightings if sighting.rows.issuperset(rows)), None)
-        if first is None:
-            return Blame(rows, fault, message, fault.stage, fault.module, where, None, method)
-        # Where a row was first seen not to be finite.
-        stage: Stage = "forward" if fault.stage == "loss" else fault.stage
-        if first.module is None and not self._runs_backward:
-            method += ", in the batch itself"
-        return Blame(rows, fault, message, stage, first.module, first.where or where, first.norms.get(rows[0]), method)
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    row: int
-    together: tuple[int, ...]
-    blame: Blame
-    tests: int
+        if first is not None:  # where a row was first seen not to be finite
+            stage = "forward" if fault.stage == "loss" else fault.stage
+            module, where, norm = first.module, first.where or where, first.norms.get(rows[0])
+            if module is None and not self._runs_backward:
+                method += ", in the batch itself"
+        group = tuple(self._rows[place] for place in rows)
+        return Blame(group, fault, message, stage, module, where, norm, method, self.search.tests)
 
 
 @dataclass(slots=True)
@@ -592,34 +567,37 @@ class Recovered:
 
     outcome: Outcome | None
     kept: list[int]
-    dropped: list[Dropped]
+    dropped: list[Blame] = field(default_factory=list)
     transient: list[StepFault] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    whole: StepFault | None = None
+    whole: StepFault | None = None  # that every sample has, on this rank
     evidence: str = ""
 
 
-@dataclass
 class Recovery:
     """The way back from one fault."""
 
-    trial: Trial
-    probe: Trial
-    state: TrainingState
-    outsiders: Outsiders
-    reader: BatchReader
-    batch: Any
-    size: int
-    compiled: bool
-    min_kept: int
-    refuse: Callable[[Sequence[Dropped]], None]
-    with_others: bool = False
+    def __init__(
+        self, guard: Guard, trial: Trial, batch: Any, size: int, refuse: Callable[[Sequence[Blame]], None] | None
+    ) -> None:
+        self.trial = self.probe = trial
+        self.state = guard._state
+        self.outsiders = guard._outsiders
+        self.reader = guard._reader
+        self.min_kept = guard.min_kept
+        self.batch = batch
+        self.size = size
+        self.refuse = refuse  # None where all ranks decide together
+        self.compiled = anything_compiled() or any(map(is_compiled, self.state.modules))
+        if isinstance(trial, LossTrial) and trial.scaler is not None:
+            unscaled = trial.function, self.state, trial.check, trial.catch
+            self.probe = LossTrial(*unscaled, accumulate=trial.accumulate)
 
     def run(self, fault: StepFault) -> Recovered:
         """Find who is to blame for a fault, and make the step without them."""
         marks = self.state.parameter_marks()
         self.outsiders.look(self.trial.function)
-        result = self._run(fault, Recovered(None, list(range(self.size)), []))
+        result = self._run(fault, Recovered(None, list(range(self.size))))
         for trial in {self.trial, self.probe}:
             trial.let_go(but=[*result.transient, result.whole])
         written = self.state.written_parameters(marks)
@@ -637,30 +615,30 @@ class Recovery:
             return result
         retried = False
         while True:
-            probes = self._probes(fault, result.kept, eager=self.compiled and not retried)
-            outcome, kept, new = None, result.kept, list[Dropped]()
-            for found in probes.localise():
-                new = _dropped(found, result.kept)
-                blamed = {drop.row for drop in new}
+            probes = Probes(self.probe, self.state, self.reader, self._rows(result.kept), result.kept, fault)
+            probes.eager = self.compiled and not retried
+            outcome, kept, new = None, result.kept, list[Blame]()
+            for new in probes.localise():
+                blamed = {row for blame in new for row in blame.rows}
                 kept = [row for row in result.kept if row not in blamed]
                 if len(kept) < self.min_kept:
                     return self._give_up(result, new, kept, fault)
                 outcome = self._try(kept)
                 if outcome.fault is None or not outcome.fault.same_as(fault):
                     break
-            found = probes.found
-            self.outsiders.note(found.modules)
-            if not found.repeated:
+            search = probes.search
+            self.outsiders.note(probes.modules)
+            if not probes.repeated:
                 if retried:
                     self._raise(fault, result, "it comes and goes: it did not show again when it was searched for")
                 retried = True
                 outcome = self._try(kept)
                 if outcome.fault is None:
                     result.transient.append(fault)
-            elif outcome is None and found.everyone and self.with_others:
-                return self._drop_all(result, fault, found)
-            elif outcome is None or found.by_size:
-                self._raise(fault, result, _explained(found, len(result.kept)))
+            elif outcome is None and search.everyone and self.refuse is None:
+                return self._drop_all(result, fault, search)
+            elif outcome is None or search.by_size:
+                self._raise(fault, result, _explained(search, len(result.kept)))
             result.kept = kept
             result.dropped += new
             self._refuse(result, fault)
@@ -670,9 +648,6 @@ class Recovery:
                     result.kept = []
                 return result
             fault = outcome.fault
-
-    def _probes(self, fault: StepFault, rows: list[int], *, eager: bool) -> Probes:
-        return Probes(self.probe, self.state, self.reader, self._rows(rows), len(rows), fault, eager=eager)
 
     def _rows(self, rows: list[int]) -> Any:
         if len(rows) == self.size:
@@ -700,11 +675,12 @@ class Recovery:
 
     def _refuse(self, result: Recovered, fault: StepFault) -> None:
         try:
-            self.refuse(result.dropped)
+            if self.refuse is not None:
+                self.refuse(result.dropped)
         except TooManyBadSamples as refused:
             raise refused from fault.error
 
-    def _give_up(self, result: Recovered, new: list[Dropped], kept: list[int], fault: StepFault) -> Recovered:
+    def _give_up(self, result: Recovered, new: list[Blame], kept: list[int], fault: StepFault) -> Recovered:
         result.dropped += new
         self._refuse(result, fault)
         self.state.restore()
@@ -714,19 +690,18 @@ class Recovery:
         )
         return result
 
-    def _drop_all(self, result: Recovered, fault: StepFault, found: Localisation) -> Recovered:
-        """Make no step here: every sample has the fault. Whether it is the code's is for all processes to say."""
+    def _drop_all(self, result: Recovered, fault: StepFault, search: Search) -> Recovered:
+        """Make no step here: every sample has the fault. Whether it is the code's is for all ranks to say."""
         self.state.restore()
-        result.whole, result.evidence = fault, _explained(found, len(result.kept))
-        for row in result.kept:
-            blame = Blame((row,), fault, fault.message, fault.stage, fault.module, fault.where, None, "every sample")
-            result.dropped.append(Dropped(row, (), blame, found.tests))
+        result.whole, result.evidence = fault, _explained(search, len(result.kept))
+        why = fault, fault.message, fault.stage, fault.module, fault.where
+        result.dropped += [Blame((row,), *why, tests=search.tests) for row in result.kept]
         result.kept = []
         return result
 
     def _raise(self, fault: StepFault, result: Recovered, evidence: str) -> NoReturn:
         if result.dropped:
-            rows = listed([drop.row for drop in result.dropped])
+            rows = listed([row for blame in result.dropped for row in blame.rows])
             evidence = f"without the bad samples (rows {rows}) the batch cannot run either: {evidence}"
         if fault.error is None and (spoilt := self.state.spoilt_parameters()):
             evidence = f"{evidence}; parameters are not finite themselves: {listed(spoilt, 3)}"
@@ -745,16 +720,7 @@ def raise_as_it_is(fault: StepFault, size: int, evidence: str, why: str = "", fi
     raise fault.error from explained
 
 
-def _dropped(found: Localisation, rows: list[int]) -> list[Dropped]:
-    """Turn blames of places in the current batch into rows of the whole one."""
-    dropped = []
-    for blame in found.blames:
-        group = tuple(rows[place] for place in blame.rows)
-        dropped += [Dropped(row, tuple(other for other in group if other != row), blame, found.tests) for row in group]
-    return dropped
-
-
-def _explained(found: Localisation, size: int) -> str:
+def _explained(found: Search, size: int) -> str:
     if found.everyone:
         return f"every sample that was tried fails in the same way ({found.tests} tests in a batch of {size})"
     if found.by_size:

@@ -14,9 +14,7 @@ from gradgate._payload import encode
 from gradgate._state import capture
 from gradgate._torch_private import (
     add_tensors,
-    anything_compiled,
     as_written,
-    is_compiled,
     leaf_of,
     nodes_below,
     tree_flatten,
@@ -34,9 +32,8 @@ from gradgate.guard._result import (
     log,
     mean_of,
 )
-from gradgate.guard._search import Dropped, Recovered, Recovery, raise_as_it_is
+from gradgate.guard._search import Blame, Recovered, Recovery, raise_as_it_is
 from gradgate.guard._trial import LossTrial, Outcome, StepFault, Trial
-from gradgate.guard.distributed._ranks import SingleProcess
 from gradgate.records import Incident
 
 if TYPE_CHECKING:
@@ -66,7 +63,7 @@ class Step(ABC):
     def _record(self, incidents: Sequence[Incident]) -> None:
         """Pass incidents to the log and to those who keep them."""
 
-    def _search(self, trial: Trial, refuse: Callable[[Sequence[Dropped]], None]) -> None:
+    def _search(self, trial: Trial, refuse: Callable[[Sequence[Blame]], None] | None = None) -> None:
         """Find out who is to blame for a failed try, and make it without them."""
         guard, state, failed = self._guard, self._guard._state, self._outcome
         assert failed.fault is not None
@@ -79,47 +76,33 @@ class Step(ABC):
             state.restore()
             model = guard._modules[0] if len(guard._modules) == 1 else torch.nn.ModuleList(guard._modules)
             self._snapshot = capture(model, limit=self._wishes.snapshot)
-        probe = trial
-        if isinstance(trial, LossTrial) and trial.scaler is not None:
-            probe = LossTrial(trial.function, state, trial.check, trial.catch, accumulate=trial.accumulate)
-        found = self._recovered = Recovery(
-            trial=trial,
-            probe=probe,
-            state=state,
-            outsiders=guard._outsiders,
-            reader=guard._reader,
-            batch=self._batch,
-            size=self._size,
-            compiled=anything_compiled() or any(map(is_compiled, state.modules)),
-            min_kept=guard.min_kept,
-            refuse=refuse,
-            with_others=trial.runs_backward and not isinstance(guard._agreement, SingleProcess),
-        ).run(failed.fault)
+        found = self._recovered = Recovery(guard, trial, self._batch, self._size, refuse).run(failed.fault)
         self._outcome = found.outcome or Outcome()
         self._incidents = self._dropped(found.dropped) + tuple(map(self._transient, found.transient))
 
-    def _dropped(self, drops: Iterable[Dropped]) -> tuple[Incident, ...]:
-        return tuple(self._incident(drop) for drop in sorted(drops, key=lambda drop: drop.row))
+    def _dropped(self, blames: Iterable[Blame]) -> tuple[Incident, ...]:
+        pairs = [(row, blame) for blame in blames for row in blame.rows]
+        return tuple(self._incident(row, blame) for row, blame in sorted(pairs, key=lambda pair: pair[0]))
 
-    def _incident(self, drop: Dropped) -> Incident:
-        blame, fault = drop.blame, drop.blame.fault
-        details: dict[str, Any] = {"batch": self._size, "tried": blame.method, "tests": drop.tests}
-        if drop.together:
-            details |= {"together_with": [self._first_row + row for row in drop.together], "fault": fault.cause}
-        name = None if self._names is None else self._names[drop.row]
+    def _incident(self, row: int, blame: Blame) -> Incident:
+        fault, together = blame.fault, [self._first_row + other for other in blame.rows if other != row]
+        details: dict[str, Any] = {"batch": self._size, "tried": blame.method, "tests": blame.tests}
+        if together:
+            details |= {"together_with": together, "fault": fault.cause}
+        name = None if self._names is None else self._names[row]
         # The mean of a batch is not the sample's own loss, unless it is spoilt.
         loss = fault.loss if fault.cause == "non-finite loss" else None
         return Incident(
             **self._guard._common(),
             sample_id=None if name is None else str(name.tolist() if isinstance(name, torch.Tensor) else name),
-            row=self._first_row + drop.row,
+            row=self._first_row + row,
             stage=blame.stage,
-            cause="together" if drop.together else fault.cause,
+            cause="together" if together else fault.cause,
             exception_type=fault.exception_type,
             message=blame.message,
             where=blame.where,
             module=self._path(blame.module),
-            loss=loss if self._losses is None else float(self._losses[drop.row]),
+            loss=loss if self._losses is None else float(self._losses[row]),
             grad_norm=blame.norm,
             details=details,
         )
@@ -221,14 +204,11 @@ class OwnStep(Step, Generic[Made]):
         batch, self._batch = self._batch, with_own_containers(self._batch)
         self._outcome = trial.run(batch, self._size)
         if self._outcome.fault is not None:
-            self._search(trial, self._refuse)
+            self._search(trial, lambda blames: self._judge(self._dropped(blames), self._size, at_end=False))
             self._judge(self._incidents, self._size, at_end=trial.runs_backward)
             self._record(self._incidents)
         elif trial.runs_backward and self._outcome.skipped:
-            self._recovered = Recovered(None, [], [])
-
-    def _refuse(self, dropped: Sequence[Dropped]) -> None:
-        self._judge(self._dropped(dropped), self._size, at_end=False)
+            self._recovered = Recovered(None, [])
 
     def _record(self, incidents: Sequence[Incident]) -> None:
         log(incidents)

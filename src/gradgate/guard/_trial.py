@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Real
+from traceback import walk_tb
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -156,14 +157,13 @@ class Outsiders:
 
     def warn(self) -> None:
         self.written()
-        found, self._warned = self._found if not self._warned else {}, self._warned or bool(self._found)
-        text = ""
+        found, text = list(self._found) if not self._warned else [], ""
         if found:
-            names, reasons = self._listed(list(found)), " and ".join(dict.fromkeys(found.values()))
+            self._warned = True
             text = (
-                f"Guard: a module runs in the loss and is not under guard: {names}.\n"
-                f"Why: it has {reasons}; only what is under guard is checked and put back in every step.\n"
-                f"Fix: guard = {self._line(list(found))}"
+                f"Guard: a module runs in the loss and is not under guard: {self._listed(found)}.\n"
+                f"Why: it has {' and '.join(dict.fromkeys(self._found.values()))}; only what is under guard is checked "
+                f"and put back in every step.\nFix: guard = {self._line(found)}"
             )
         self.forget()
         if text:
@@ -184,14 +184,11 @@ class Outsiders:
         """Write the guard that would have them all."""
         tops = self._tops(modules)
         contained = {inner for top in tops for inner in top.modules()}
-        inside = [root for root in self._roots if root not in contained and self._runs(root)]
-        named = [self._names.get(root) or "model" for root in inside]
-        named += [self._names.get(top) or "other" for top in tops]
+        roots = [root for root in self._roots if root not in contained]
+        # Those that have a part in the loss, as far as that is known.
+        runs = [r for r in roots if r in self._names or any(p.grad is not None for p in r.parameters())]
+        named = [self._names.get(root) or "model" for root in runs] + [self._names.get(top) or "other" for top in tops]
         return f"gg.Guard({named[0]})" if len(named) == 1 else f"gg.Guard([{', '.join(dict.fromkeys(named))}])"
-
-    def _runs(self, root: torch.nn.Module) -> bool:
-        """Return whether a guarded module has a part in the loss, as far as that is known."""
-        return root in self._names or any(parameter.grad is not None for parameter in root.parameters())
 
 
 def _marks(module: torch.nn.Module) -> Marks:
@@ -280,36 +277,26 @@ def check_function(batch: Any, function: Any, call: str) -> None:
     if callable(function):
         return
     method, _, name = call.strip(")").partition("(batch, ")
-    swapped = callable(batch) and not isinstance(batch, torch.Tensor)
-    raise ArgumentTypeError(
-        f"{method.capitalize()}(): `{name}` is {describe(function)}"
-        + (", and `batch` a function." if swapped else "."),
-        why="the batch comes first."
-        if swapped
-        else "the guard calls it, and again with parts of the batch if one is bad.",
-        fix=call if swapped else f"{call}   # the function itself, not what it returned",
-    )
+    what = f"{method.capitalize()}(): `{name}` is {describe(function)}"
+    if callable(batch) and not isinstance(batch, torch.Tensor):
+        raise ArgumentTypeError(f"{what}, and `batch` a function.", why="the batch comes first.", fix=call)
+    why = "the guard calls it, and again with parts of the batch if one is bad."
+    raise ArgumentTypeError(f"{what}.", why=why, fix=f"{call}   # the function itself, not what it returned")
 
 
 def check_call(function: Callable[..., Any], batch: Any, error: BaseException) -> None:
     """Refuse a loss function that cannot be called with the batch alone: then the error is not from within it."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    raised_in = traceback.tb_frame.f_globals.get("__name__", "") if traceback is not None else ""
-    if not isinstance(error, TypeError) or raised_in not in ("gradgate.guard._trial", "torch.nn.modules.module"):
+    homes = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    if not isinstance(error, TypeError) or homes[-1] not in ("gradgate.guard._trial", "torch.nn.modules.module"):
         return
     try:
         signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
-        if _fits(signature, batch):
-            return
     except ValueError:  # a builtin without a signature
         return
-    raise ArgumentTypeError(
-        f"Guard.backward(): `loss_fn{signature}` cannot be called with the batch alone: {text_of(error)}",
-        why="the guard calls loss_fn(batch), and again with parts of the batch if a sample is bad.",
-        fix=_adapted(function, signature, batch),
-    )
+    if not _fits(signature, batch):
+        what = f"`loss_fn{signature}` cannot be called with the batch alone: {text_of(error)}"
+        why = "the guard calls loss_fn(batch), and again with parts of the batch if a sample is bad."
+        raise ArgumentTypeError(f"Guard.backward(): {what}", why=why, fix=_adapted(function, signature, batch))
 
 
 def _fits(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
@@ -347,8 +334,7 @@ def refuse_foreign_loop() -> None:
             raise GradgateError(
                 "Guard.backward(): it is called in a `training_step` with automatic optimization.",
                 why="Lightning sets the gradients to zero after training_step, and makes the backward pass itself.",
-                fix="class Lit(GuardedModule, L.LightningModule):   # from gradgate.integrations.lightning; and return "
-                "loss, as without a guard",
+                fix="class Lit(GuardedModule, L.LightningModule):   # of gradgate.integrations.lightning; return loss",
             )
         frame = frame.f_back
 
@@ -390,22 +376,16 @@ def _of_exception(
         why = "the loss reaches into a graph that was made before the step and has been walked already"
         if fix := _changed(batch, lambda part: part.grad_fn is not None, "detach()"):
             return f"{why}: the batch has one.", fix
-        kept = [
-            path for path, thing in reachable(function) if path and isinstance(thing, torch.Tensor) and thing.grad_fn
-        ]
-        if kept:
-            return f"{why}: `{kept[0]}` has one.", f"{kept[0]} = {kept[0]}.detach()   # before guard.backward(...)"
+        for path, thing in reachable(function):
+            if path and isinstance(thing, torch.Tensor) and thing.grad_fn:
+                return f"{why}: `{path}` has one.", f"{path} = {path}.detach()   # before guard.backward(...)"
         return f"{why}.", ""
     devices, dtypes = ({getattr(p, of) for p in parameters} for of in ("device", "dtype"))
     if _OTHER_DEVICE.search(text) and len(devices) == 1:
         (device,) = devices
         fix = _changed(batch, lambda part: part.device != device, f'to("{device}")')
-        where = (
-            f"the model is on {device}, and the batch is not"
-            if fix
-            else f"model and batch are on {device}; something else is not"
-        )
-        return f"{where}.", fix
+        both = f"model and batch are on {device}; something else is not."
+        return f"the model is on {device}, and the batch is not." if fix else both, fix
     if _OTHER_DTYPE.search(text) and len(dtypes) == 1:
         (dtype,) = dtypes
         if fix := _changed(batch, lambda part: part.is_floating_point() and part.dtype != dtype, f"to({dtype})"):
@@ -513,6 +493,9 @@ class Trial(ABC):
         self._faults.clear()
 
     def _fault(self, error: BaseException, stage: Stage | None = None) -> StepFault:
+        """Make the fault of an exception that was caught; raise it again if no sample may be blamed for it."""
+        if must_pass(error):
+            raise error
         end_checkpoints(error.__traceback__)
         fault = StepFault.raised(error, stage)
         self._faults.append(fault)
@@ -566,8 +549,6 @@ class LossTrial(Trial):
         try:
             (root if self.scaler is None else self.scaler.scale(root)).backward()
         except self.catch as error:
-            if must_pass(error):
-                raise
             outcome.fault = self._fault(error, "backward")
             return outcome
         outcome.value = loss.detach()
@@ -582,45 +563,36 @@ class LossTrial(Trial):
         try:
             value: Any = self.function(batch)
         except self.catch as error:
-            if must_pass(error):
-                raise
+            fault = self._fault(error)
             check_call(self.function, batch, error)
-            return Outcome(self._fault(error))
+            return Outcome(fault)
         if value is NO_LOSS:
             return Outcome()
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
         if (self.first or not isinstance(value, torch.Tensor)) and self._state.has_own_gradients():
-            raise ArgumentTypeError(
-                "Guard.backward(): `loss_fn` calls backward() itself.",
-                why="the guard does that with the loss that is returned; gradients would be there twice.",
-                fix="return loss   # without loss.backward() before it",
-            )
+            why = "the guard does that with the loss that is returned; gradients would be there twice."
+            fix = "return loss   # without loss.backward() before it"
+            raise ArgumentTypeError("Guard.backward(): `loss_fn` calls backward() itself.", why=why, fix=fix)
         count = None
         if type(value) is tuple and len(value) == 2 and isinstance(value[0], torch.Tensor):
             value, count = value[0], _counted(*value)
+        if isinstance(value, torch.Tensor) and not value.is_complex():
+            if value.dim() == 0:
+                return Outcome(None, value, count=count)
+            if value.dim() == 1 and value.shape[0] == size:
+                return Outcome(None, value.mean(), value.detach())
+            if value.numel() == 1:
+                return Outcome(None, value.reshape(()))
+        what = f"Guard.backward(): `loss_fn` returned {describe(value)}"
         if not isinstance(value, torch.Tensor):
-            raise ArgumentTypeError(
-                f"Guard.backward(): `loss_fn` returned {describe(value)}.",
-                why="it gives the mean loss of the batch, one loss for each sample, or a total and its count.",
-                fix="return loss   # the tensor, no loss.item(); or return losses.sum(), len(losses)",
-            )
+            why = "it gives the mean loss of the batch, one loss for each sample, or a total and its count."
+            fix = "return loss   # the tensor, no loss.item(); or return losses.sum(), len(losses)"
+            raise ArgumentTypeError(f"{what}.", why=why, fix=fix)
         if value.is_complex():
-            raise ArgumentTypeError(
-                f"Guard.backward(): `loss_fn` returned {describe(value)}.",
-                why="a loss is minimised, and complex numbers have no order.",
-                fix="return loss.abs()   # or loss.real",
-            )
-        if value.dim() == 0:
-            return Outcome(None, value, count=count)
-        if value.dim() == 1 and value.shape[0] == size:
-            return Outcome(None, value.mean(), value.detach())
-        if value.numel() == 1:
-            return Outcome(None, value.reshape(()))
-        raise ArgumentValueError(
-            f"Guard.backward(): `loss_fn` returned {describe(value)} for a batch of {size} samples.",
-            why="a loss is one number for the batch or one for each sample.",
-            fix="return losses.flatten(1).mean(1)",
-        )
+            why = "a loss is minimised, and complex numbers have no order."
+            raise ArgumentTypeError(f"{what}.", why=why, fix="return loss.abs()   # or loss.real")
+        why, fix = "a loss is one number for the batch or one for each sample.", "return losses.flatten(1).mean(1)"
+        raise ArgumentValueError(f"{what} for a batch of {size} samples.", why=why, fix=fix)
 
     def _blame_loss(self, outcome: Outcome, number: float, size: int) -> Outcome:
         outcome.fault = StepFault("non-finite loss", "loss", loss=number)
@@ -655,8 +627,6 @@ class OutputTrial(Trial):
         try:
             outcome = Outcome(None, self.function(batch))
         except self.catch as error:
-            if must_pass(error):
-                raise
             return Outcome(self._fault(error))
         outcome.bad_rows = non_finite_rows(tensors_in(outcome.value), size, self._batch_dim)
         if outcome.bad_rows:

@@ -1,9 +1,5 @@
 """Rewind: a loss that runs away costs some batches, not the run.
 
-A batch can be finite and still ruin the weights; the loss shows it some steps later. `Rewind` keeps snapshots of the
-training in memory. When the loss spikes it restores the last snapshot before the first suspect step, yields the
-innocent batches since then once more, leaves the suspects out, and goes on.
-
 Words of this file: a *step* is what lies between two calls of `observe`: one batch or, under gradient accumulation,
 several. The *timeline* is the sequence of steps that the current weights have seen; a rewind cuts its end off. A batch
 has a *doubt* if going back beyond it cannot be exact, because something happened that is not repeated.
@@ -25,8 +21,9 @@ from typing import Any
 import torch
 from torch import distributed
 
+from gradgate._checks import wrong_value
 from gradgate._loader_link import ids_of
-from gradgate._names import describe, listed
+from gradgate._names import listed
 from gradgate._patches import to_the_end
 from gradgate._state import random_state, set_random_state
 from gradgate._text import log_line, user_level
@@ -47,7 +44,7 @@ from gradgate.rewind._snapshots import (
     tensors_of,
     with_optimizers,
 )
-from gradgate.rewind._spikes import Culprits, Level, Reading, Trials
+from gradgate.rewind._spikes import Culprits, Levels, Reading, Trials
 
 LOOK = 32  # so many batches lie between two looks at the random states of Python and NumPy
 SAME_SNAPSHOT = 2  # more rewinds to one snapshot than this do not help
@@ -81,8 +78,8 @@ class Rewind:
     every random state. A loss above median + `threshold` x MAD of the last `window` for `patience` observations in a
     row, or one that is not finite, is a spike. The steps from `lookback` before its first one to now are suspects.
 
-    Then everything is as in the last snapshot before the first suspect, `batches` yields the innocent batches since
-    then once more, and training goes on: bit-identical to the same training on the stream without the suspects.
+    Then the last snapshot before the first suspect is restored, `batches` yields the innocent batches since then once
+    more, and training goes on: bit-identical to the same training on the stream without the suspects.
 
     Args:
         *parts: Modules, the optimizer, and whatever else changes from step to step and has `state_dict` and
@@ -135,19 +132,21 @@ class Rewind:
         max_rewinds: int = 5,
         ids: str | Callable[[Batch], Sequence[Any]] | None = None,
     ) -> None:
-        _check_numbers(1, every=every, depth=depth, window=window, patience=patience)
-        _check_numbers(0, lookback=lookback, max_rewinds=max_rewinds)
+        given = dict(locals())
+        for name in ("every", "depth", "window", "patience", "lookback", "max_rewinds"):
+            value, least = given[name], 0 if name in ("lookback", "max_rewinds") else 1
+            if type(value) is not int or value < least:
+                fix = f"{name}={inspect.signature(Rewind).parameters[name].default}"
+                raise wrong_value(value, name, "Rewind", f"it is a whole number of at least {least}.", fix)
         if not threshold > 0:
-            raise ArgumentValueError(
-                f"Rewind(): `threshold` is {threshold}.", why="a spike lies above the median.", fix="threshold=8.0"
-            )
+            raise wrong_value(threshold, "threshold", "Rewind", "a spike lies above the median.", "threshold=8.0")
         self._parts = with_optimizers([stateful(part) for part in parts])
         if not parts:
             raise ArgumentTypeError(
                 "Rewind(): there is nothing to rewind.", fix="gg.Rewind(model, optimizer)   # and a scheduler, a scaler"
             )
         self._copier = Copier(self._parts)
-        self._ranks = _Ranks.of([part for part in parts if isinstance(part, torch.nn.Module)])
+        self._ranks = _Ranks([part for part in parts if isinstance(part, torch.nn.Module)])
         # While a scaler looks for its scale, gradients overflow: that is no spike.
         self._scaled = any(isinstance(part, torch.amp.GradScaler) and part.is_enabled() for part in parts)
         self.every, self.depth, self.patience, self.lookback = every, max(depth, 2), patience, lookback
@@ -160,7 +159,7 @@ class Rewind:
         if self._ranks.rank:
             ledger = None  # the first rank records for all
         self._ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
-        self._loss, self._norm = Level(window, threshold), Level(window, threshold)
+        self._levels = Levels(window, threshold)
         self._snapshots: list[StateSnapshot] = []  # the first is from before every possible suspect
         self._spare: list[StateSnapshot] = []
         self._steps: list[_Step] = []  # the timeline since the first snapshot
@@ -179,11 +178,12 @@ class Rewind:
         self._before: dict[str, Any] | None = None  # the random state after the last step, or before the next batch
         self._draws = False  # whether the loader draws for each batch
         self._doubt = ""  # of the next new batch, as is what the loop did to schedulers before it
-        self._between: _Outside | None = None
-        self._carried: _Outside | None = None  # what it did before a suspect
+        self._between: Changes | None = None
+        self._carried: Changes | None = None  # what it did before a suspect
         self._resumed: Mapping[str, Any] | None = None
         self._healthy: list[_Step] = []  # the last one before the first snapshot
-        self._evidence: _Evidence | None = None  # of the last spike, while the snapshot before it is kept
+        # Of the last spike, while the snapshot before it is kept: that, the innocent steps since, and the suspects.
+        self._evidence: tuple[StateSnapshot, list[_Step], list[_Step]] | None = None
 
     @classmethod
     def _beside(cls, guard: Any, parts: Iterable[Any], options: Mapping[str, Any]) -> Rewind:
@@ -196,31 +196,28 @@ class Rewind:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of a loader, after a rewind the innocent ones once more, without the suspects.
 
-        Batches are kept by reference while they may be needed again: `every` + `patience` + `lookback` steps at most,
-        and one before them. Call it once for each epoch.
+        Batches are kept by reference while they may be needed again: `every` + `patience` + `lookback` + 1 steps.
 
         Args:
             loader: Any iterable of batches.
 
         Returns:
-            The batches, for one loop with one `observe` for each optimizer step.
+            The batches of one epoch, for a loop with one `observe` for each optimizer step.
         """
         source = self._enter(loader)
         token = self._current
         try:
             while True:
                 if self._current is not token:
-                    raise ArgumentValueError(
-                        "Rewind.batches(): another call has taken over.",
-                        why="batches that are given again must reach the loop that they came from.",
-                        fix="for one, two in rewind.batches(zip(loader, other)): ...",
-                    )
+                    why = "batches that are given again must reach the loop that they came from."
+                    fix = "for one, two in rewind.batches(zip(loader, other)): ..."
+                    raise ArgumentValueError("Rewind.batches(): another call has taken over.", why=why, fix=fix)
                 if not self._again and not self._pull(source):
                     if (spike := self._read(0)) is not None:
                         self._go_back(spike)
                         continue
                     self._epoch, self._pulled, self._current = self._epoch + 1, 0, None
-                    self._left = _Outside(self._parts)
+                    self._left = _outside(self._parts)
                     return
                 if self._again:
                     self._open_next()
@@ -240,7 +237,7 @@ class Rewind:
         else:
             source, self._resumed = self._resume(loader, self._resumed), None
         if self._left is not None:
-            doubt, self._between = _Outside(self._parts).since(self._left)
+            doubt, self._between = _changes(self._left, _outside(self._parts))
             self._doubt, self._left = doubt or self._doubt, None
         self._before = self._random_state()
         return source
@@ -274,7 +271,7 @@ class Rewind:
         given = _Given(None, self._epoch, self._pulled, self._doubt, self._between)
         given.keep(batch)
         if self._carried is not None:
-            self._carried.put_back(self._parts)
+            self._make_changes(self._carried)
             given.between, self._carried = self._carried, None
         self._pulled, self._doubt, self._between = self._pulled + 1, "", None
         self._open.append(given)
@@ -282,10 +279,17 @@ class Rewind:
     def _open_next(self) -> _Given:
         """Begin with the next batch that comes again."""
         given = self._again.popleft()
-        if given.between is not None:
-            given.between.put_back(self._parts)
+        self._make_changes(given.between)
         self._open.append(given)
         return given
+
+    def _make_changes(self, changes: Changes | None) -> None:
+        """Make the changes between two epochs again."""
+        for part, options in zip(self._parts, changes or (), strict=changes is not None):
+            if options is not None and isinstance(part, torch.optim.Optimizer):
+                set_groups(part, options, {})
+            elif options is not None:
+                part.load_state_dict(copy.deepcopy(options))
 
     def _leave(self) -> None:
         """Settle a loop that was left in the middle of a step: a batch that came again does so once more."""
@@ -296,7 +300,7 @@ class Rewind:
             self._doubt = "a loop was left before it observed a batch"
             self._again.extendleft(given for given in reversed(self._open) if given.number is not None)
             self._open = []
-        self._left = _Outside(self._parts)
+        self._left = _outside(self._parts)
 
     def observe(self, loss: torch.Tensor | float, grad_norm: torch.Tensor | float | None = None) -> Rewound | None:
         """Note the loss of the step that was just made, after `optimizer.step()`; rewind if it spikes.
@@ -315,23 +319,20 @@ class Rewind:
             ArgumentValueError: No batch of `batches` was used since the last call.
         """
         if not self._open:
-            raise ArgumentValueError(
-                "Rewind.observe(): `batches` gave no batch since the last call.",
-                why="a step is rewound by giving its batches again, so they must come from `batches`.",
-                fix="for batch in rewind.batches(loader): ...   # and rewind.observe(loss) once for each step",
-            )
+            why = "a step is rewound by giving its batches again, so they must come from `batches`."
+            fix = "for batch in rewind.batches(loader): ...   # and rewind.observe(loss) once for each step"
+            raise ArgumentValueError("Rewind.observe(): `batches` gave no batch since the last call.", why=why, fix=fix)
         number = self._open[0].number
         if number is not None and (
             any(given.number != number for given in self._open) or (self._again and self._again[0].number == number)
         ):
             self._open[0].doubt = "batches that came again were divided into other steps than the first time"
-            warnings.warn(
+            text = (
                 f"Rewind.observe(): step {number} has other batches than the first time; the training is not exactly "
                 "the one without the suspects. Count batches from the start of the training, not of the epoch, to "
-                "decide when an accumulated step ends.",
-                GradgateWarning,
-                stacklevel=user_level(),
+                "decide when an accumulated step ends."
             )
+            warnings.warn(text, GradgateWarning, stacklevel=user_level())
         if number is None:
             number, self._number = self._number, self._number + 1
         for given in self._open:
@@ -356,10 +357,9 @@ class Rewind:
 
         The median and the MAD start anew, so the next steps are no spike unless a value is not finite.
         """
-        self._loss.clear()
-        self._norm.clear()
+        self._levels.load([[], []])
         for snapshot in self._snapshots:
-            snapshot.levels = ([], [])
+            snapshot.levels = [[], []]
         self._high = None
 
     @property
@@ -376,8 +376,7 @@ class Rewind:
             loss, norm = reading.values()
             if self._scaled and norm is not None and not math.isfinite(norm):
                 norm = None
-            reason = self._loss.above("loss", loss) or ("" if norm is None else self._norm.above("gradient norm", norm))
-            broken = not math.isfinite(loss) or (norm is not None and not math.isfinite(norm))
+            reason, broken = self._levels.judge(loss, norm)
             self._alike = self._alike and reading.ranks == self._ranks.world_size
             answer = self._ranks.ask(bool(reason), broken, known=self._alike)
             self._asked.append((where, loss, norm, reason, answer))
@@ -393,9 +392,7 @@ class Rewind:
         self._steps[where - self._offset].loss = loss
         if not high:
             self._high = None
-            self._loss.add(loss)
-            if norm is not None:
-                self._norm.add(norm)
+            self._levels.add(loss, norm)
             return None
         if self._high is None:
             self._high = where
@@ -431,7 +428,7 @@ class Rewind:
     def _take(self, position: tuple[int, int, Any]) -> None:
         snapshot = self._spare.pop() if self._spare else StateSnapshot(self._copier)
         snapshot.take(self._end, self._steps[-1].number + 1 if self._steps else self._number)
-        snapshot.loader, snapshot.levels = position, (self._loss.state(), self._norm.state())
+        snapshot.loader, snapshot.levels = position, self._levels.values()
         snapshot.rewinds = 0
         self._snapshots.append(snapshot)
         if len(self._snapshots) == 1:
@@ -464,8 +461,7 @@ class Rewind:
             self._snapshots, self._spare, self._again, self._steps, self._high = [snapshot], spare, again, [], None
             self._unread.clear()
             self._asked.clear()
-            for level, values in zip((self._loss, self._norm), snapshot.levels, strict=True):
-                level.load(values)
+            self._levels.load(snapshot.levels)
 
         to_the_end(set_back)
         doubts += snapshot.doubts
@@ -473,7 +469,7 @@ class Rewind:
         incidents = self._record(suspects, reason, snapshot.number)
         skipped = tuple(step.number for step in suspects)
         rewound = Rewound(snapshot.number, skipped, reason, not doubts, incidents)
-        self._evidence = _Evidence(snapshot, innocent, suspects)
+        self._evidence = snapshot, innocent, suspects
         self._report(rewound, snapshot, doubts)
         return rewound
 
@@ -495,38 +491,35 @@ class Rewind:
                 rewinds=self.rewinds,
             )
         if len(self.rewinds) == 2:
-            warnings.warn(
+            text = (
                 f"Rewind: the second loss spike of this run ({rewound.reason}). Unless the data are to blame, going "
-                "back hides an instability of the recipe: look at the learning rate, the warm-up and the clipping.",
-                GradgateWarning,
-                stacklevel=user_level(),
+                "back hides an instability of the recipe: look at the learning rate, the warm-up and the clipping."
             )
+            warnings.warn(text, GradgateWarning, stacklevel=user_level())
 
     def _record(self, suspects: Sequence[_Step], reason: str, to_step: int) -> tuple[Incident, ...]:
         """Record the suspects: each sample where samples have names, else each step."""
-        incidents = []
-        details = {"rewound_to": to_step, "suspects": [step.number for step in suspects]}
-        for step in suspects:
-            names: list[str | None] = [name for given in step.batches for name in self._names(given.batch)]
-            for name in names or [None]:
-                incidents.append(
-                    Incident(
-                        run=self._ledger.run if self._ledger is not None else None,
-                        step=step.number,
-                        rank=self._ranks.rank,
-                        world_size=self._ranks.world_size,
-                        sample_id=name,
-                        stage="step",
-                        cause="loss spike",
-                        message=reason,
-                        loss=step.loss,
-                        details=dict(details),
-                    )
-                )
-        every = tuple(incident for part in self._ranks.gather(tuple(incidents)) for incident in part)
+        numbers = [step.number for step in suspects]
+        incidents = tuple(
+            Incident(
+                run=self._ledger.run if self._ledger is not None else None,
+                step=step.number,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                sample_id=name,
+                stage="step",
+                cause="loss spike",
+                message=reason,
+                loss=step.loss,
+                details={"rewound_to": to_step, "suspects": numbers},
+            )
+            for step in suspects
+            for name in [*(name for batch in step.data for name in self._names(batch))] or (None,)
+        )
+        every = [incident for part in self._ranks.gather(incidents) for incident in part]
         if self._ledger is not None:
             self._ledger.record_many(every)
-        return tuple(incidents)
+        return incidents
 
     def _names(self, batch: Batch) -> list[str]:
         if batch is _LOST:
@@ -539,9 +532,9 @@ class Rewind:
     def blame(self, step_fn: Callable[..., Any], *, rows: bool = True) -> Culprits:
         """Find out which suspects of the last spike made it, by training on them again, and release the others.
 
-        Each trial starts from the weights before the first suspect, trains on some of the suspects and then on batches
-        from before them, and asks whether the loss spikes. Suspects are halved until single ones are left. Afterwards
-        everything is as it was before the call. Call it when `observe` has returned a `Rewound`, on every rank.
+        Each trial starts from the weights before the first suspect, trains on some of the suspects and then on earlier
+        batches, and asks whether the loss spikes. Afterwards everything is as it was before the call. Call it when
+        `observe` has returned a `Rewound`, on every rank.
 
         Args:
             step_fn: `step_fn(batch)` makes one training step, without `observe`, and returns its loss, or its loss and
@@ -554,43 +547,39 @@ class Rewind:
         Raises:
             ArgumentValueError: There was no spike, or the snapshot from before it is gone.
         """
-        evidence = self._evidence
-        if evidence is None:
-            raise ArgumentValueError(
-                "Rewind.blame(): there is no spike whose snapshot is still kept.",
-                why="suspects are tried from the weights before them, which are kept until the next snapshot is safe.",
-                fix="if rewind.observe(loss): print(rewind.blame(step_fn))",
-            )
-        if any(batch is _LOST for step in (*evidence.innocent, *evidence.suspects) for batch in step.data):
-            raise ArgumentValueError(
-                "Rewind.blame(): batches from before the resume are gone.", why="their steps cannot be repeated."
-            )
-        probes = [*self._healthy, *evidence.innocent]
+        if self._evidence is None:
+            what = "Rewind.blame(): there is no spike whose snapshot is still kept."
+            why = "suspects are tried from the weights before them, which are kept until the next snapshot is safe."
+            raise ArgumentValueError(what, why=why, fix="if rewind.observe(loss): print(rewind.blame(step_fn))")
+        snapshot, innocent, suspects = self._evidence
+        if any(batch is _LOST for step in (*innocent, *suspects) for batch in step.data):
+            why = "their steps cannot be repeated."
+            raise ArgumentValueError("Rewind.blame(): batches from before the resume are gone.", why=why)
         now, base = StateSnapshot(self._copier), StateSnapshot(self._copier)
         now.take(0, 0)
         trials = Trials(
             step_fn,
-            (self._loss.copy(evidence.snapshot.levels[0]), self._norm.copy(evidence.snapshot.levels[1])),
+            self._levels.copy(snapshot.levels),
             lambda high, broken: self._ranks.ask(high, broken)(),
-            [step.data for step in probes],
+            [step.data for step in (*self._healthy, *innocent)],
             self.patience,
         )
         try:
-            evidence.snapshot.restore()
-            trials.begin([step.data for step in evidence.innocent], base)
-            one_process = self._ranks.world_size == 1
-            found = trials.blame({step.number: step.data for step in evidence.suspects}, rows=rows and one_process)
+            snapshot.restore()
+            trials.begin([step.data for step in innocent], base)
+            rows = rows and self._ranks.world_size == 1
+            found = trials.blame({step.number: step.data for step in suspects}, rows=rows)
         finally:
             to_the_end(now.restore)
-        self._release(evidence, found)
+        self._release(suspects, found)
         return found
 
-    def _release(self, evidence: _Evidence, found: Culprits) -> None:
+    def _release(self, suspects: Sequence[_Step], found: Culprits) -> None:
         """Release the samples of suspects that do no harm."""
         guilty: set[str] = set()
         every: set[str] = set()
-        for step in evidence.suspects:
-            names = [name for given in step.batches for name in self._names(given.batch)]
+        for step in suspects:
+            names = [name for batch in step.data for name in self._names(batch)]
             every.update(names)
             if step.number in found.steps or not found.steps:
                 bad = found.rows.get(step.number)
@@ -611,11 +600,8 @@ class Rewind:
             Tensors and plain values; save it after `observe`, together with the parts.
         """
         if self._open and self._current is not None:
-            raise ArgumentValueError(
-                "Rewind.state_dict(): a step has begun.",
-                why="its batches would be lost or given twice.",
-                fix="rewind.observe(loss); checkpoint = rewind.state_dict()",
-            )
+            why, fix = "its batches would be lost or given twice.", "rewind.observe(loss); state = rewind.state_dict()"
+            raise ArgumentValueError("Rewind.state_dict(): a step has begun.", why=why, fix=fix)
         return {
             "number": self._number,
             "epoch": self._epoch,
@@ -626,7 +612,7 @@ class Rewind:
             "steps": [[given.state() for given in step.batches] for step in self._steps],
             "again": [given.state() for given in self._again],
             "open": [given.state() for given in self._open],
-            "carried": None if self._carried is None else self._carried.options,
+            "carried": self._carried,
             # Not judged here: ranks judge together, and perhaps only one of them saves.
             "unread": [entry[:3] for entry in self._asked]
             + [(where, *reading.values()) for where, reading in self._unread],
@@ -637,11 +623,11 @@ class Rewind:
     def _history(self) -> dict[str, Any]:
         """Return what stays valid where loader and snapshots begin anew, as plain values."""
         rewinds = [(one.to_step, list(one.skipped), one.reason, one.exact) for one in self.rewinds]
-        return {"loss": self._loss.state(), "norm": self._norm.state(), "rewinds": rewinds, "alike": self._alike}
+        loss, norm = self._levels.values()
+        return {"loss": loss, "norm": norm, "rewinds": rewinds, "alike": self._alike}
 
     def _load_history(self, state: Mapping[str, Any]) -> None:
-        self._loss.load(state["loss"])
-        self._norm.load(state["norm"])
+        self._levels.load((state["loss"], state["norm"]))
         self._alike = state["alike"]
         self.rewinds = [Rewound(to, tuple(skipped), why, exact) for to, skipped, why, exact in state["rewinds"]]
 
@@ -658,18 +644,16 @@ class Rewind:
         """
         expected = set(Rewind(torch.nn.Identity()).state_dict())
         if set(state) != expected:
-            raise ArgumentValueError(
-                f"Rewind.load_state_dict(): the entries are {sorted(map(str, state))}.",
-                why=f"the state of a Rewind has the entries {sorted(expected)}.",
-                fix='rewind.load_state_dict(checkpoint["rewind"])   # saved as rewind.state_dict()',
-            )
+            what = f"Rewind.load_state_dict(): the entries are {sorted(map(str, state))}."
+            fix = 'rewind.load_state_dict(checkpoint["rewind"])   # saved as rewind.state_dict()'
+            raise ArgumentValueError(what, why=f"the state of a Rewind has the entries {sorted(expected)}.", fix=fix)
         self._number, self._epoch, self._pulled = state["number"], state["epoch"], state["pulled"]
         self._offset, self._high = state["offset"], state["high"]
-        steps = [[_Given.load(given) for given in step] for step in state["steps"]]
+        steps = [[_Given(*given) for given in step] for step in state["steps"]]
         self._steps = [_Step(step[0].number or 0, step) for step in steps]
-        self._again = deque(_Given.load(given) for given in state["again"])
-        self._open = [_Given.load(given) for given in state["open"]]
-        self._carried = None if state["carried"] is None else _Outside.load(state["carried"])
+        self._again = deque(_Given(*given) for given in state["again"])
+        self._open = [_Given(*given) for given in state["open"]]
+        self._carried = state["carried"]
         self._load_history(state)
         self._unread = deque((where, Reading(loss, norm)) for where, loss, norm in state["unread"])
         self._asked.clear()
@@ -704,23 +688,20 @@ class Rewind:
         if lost or not same:
             self._doubt = _LOST_DOUBT
             gone = f"{len(lost)} batches that were to come again are gone" if lost else "its batches may be others"
-            warnings.warn(
+            text = (
                 f"Rewind.batches(): the loader does not give again what it gave before the resume: {gone}. It must "
-                "give the same batches for each epoch (a generator seeded by the epoch) or have a state_dict.",
-                GradgateWarning,
-                stacklevel=user_level(),
+                "give the same batches for each epoch (a generator seeded by the epoch) or have a state_dict."
             )
+            warnings.warn(text, GradgateWarning, stacklevel=user_level())
         self._again = deque(given for given in self._again if given.batch is not _LOST)
         return source
 
     def __repr__(self) -> str:
-        many = f"{len(self.rewinds)} rewind{'' if len(self.rewinds) == 1 else 's'}"
-        if not self._snapshots:
-            return f"Rewind(step {self._number}, {many}, no snapshot yet)"
-        last = self._snapshots[-1]
-        return (
-            f"Rewind(step {self._number}, {many}, snapshots of {_bytes(last.nbytes)}, the last of step {last.number})"
-        )
+        kept = "no snapshot yet"
+        if self._snapshots:
+            last = self._snapshots[-1]
+            kept = f"snapshots of {_bytes(last.nbytes)}, the last of step {last.number}"
+        return f"Rewind(step {self._number}, {len(self.rewinds)} rewind{'s' * (len(self.rewinds) != 1)}, {kept})"
 
 
 # --- the pieces -------------------------------------------------------------------------------------------------------
@@ -731,6 +712,11 @@ _DRAWS_DOUBT = "the loader draws from the global random state; give it a generat
 _CHANGED_DOUBT = "the loop writes into its batches"
 
 
+# What a loop does between two epochs, for each part: the new options of an optimizer, the new state of a scheduler.
+Changes = list[Any]
+_Outside = tuple[Changes, int, dict[str, Any]]
+
+
 @dataclass(slots=True)
 class _Given:
     """A batch, where its loader yielded it, and the step it belongs to."""
@@ -739,7 +725,7 @@ class _Given:
     epoch: int
     position: int
     doubt: str = ""
-    between: _Outside | None = None  # what the loop did to schedulers before it
+    between: Changes | None = None  # what the loop did to schedulers before it
     batch: Batch = _LOST
     _tensors: list[tuple[Callable[[], torch.Tensor | None], int]] = field(default_factory=list)
 
@@ -755,48 +741,25 @@ class _Given:
         return any((t := tensor()) is not None and write_count(t) != count for tensor, count in self._tensors)
 
     def state(self) -> tuple[Any, ...]:
-        between = None if self.between is None else self.between.options
-        return self.number, self.epoch, self.position, self.doubt, between
-
-    @classmethod
-    def load(cls, state: Sequence[Any]) -> _Given:
-        number, epoch, position, doubt, between = state
-        return cls(number, epoch, position, doubt, None if between is None else _Outside.load(between))
+        return self.number, self.epoch, self.position, self.doubt, self.between
 
 
-class _Outside:
-    """What a loop may change between two epochs: schedulers and the options of optimizers; weights it must not."""
+def _outside(parts: Sequence[Any]) -> _Outside:
+    """Take what a loop may change between two epochs, and marks of what it must not: weights and random state."""
+    tensors = [tensors_of(part).values() for part in parts if isinstance(part, torch.nn.Module)]
+    writes = write_counts(tensor for those in tensors for tensor in those if tensor is not None)
+    return [copy_of(options_of(part)) for part in parts], writes, random_state()
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.options = [copy_of(options_of(part)) for part in parts]
-        tensors = [tensors_of(part).values() for part in parts if isinstance(part, torch.nn.Module)]
-        self._writes = write_counts(tensor for those in tensors for tensor in those if tensor is not None)
-        self._random = random_state()
 
-    def since(self, before: _Outside) -> tuple[str, _Outside | None]:
-        """Return what cannot be repeated of the changes since an earlier time, and what can."""
-        doubt = ""
-        if not same_values(self._random, before._random):
-            doubt = "random numbers were drawn between epochs"
-        if self._writes != before._writes:
-            doubt = "weights or buffers were changed between epochs"
-        pairs = zip(self.options, before.options, strict=True)
-        self.options = [None if same_values(now, then) else now for now, then in pairs]
-        return doubt, None if all(options is None for options in self.options) else self
-
-    def put_back(self, parts: Sequence[Any]) -> None:
-        """Make the same changes again."""
-        for part, options in zip(parts, self.options, strict=True):
-            if options is not None and isinstance(part, torch.optim.Optimizer):
-                set_groups(part, options, {})
-            elif options is not None:
-                part.load_state_dict(copy.deepcopy(options))
-
-    @classmethod
-    def load(cls, options: list[Any]) -> _Outside:
-        outside = cls(())
-        outside.options = options
-        return outside
+def _changes(before: _Outside, now: _Outside) -> tuple[str, Changes | None]:
+    """Return what cannot be repeated of the changes between two times, and what can."""
+    doubt = ""
+    if not same_values(now[2], before[2]):
+        doubt = "random numbers were drawn between epochs"
+    if now[1] != before[1]:
+        doubt = "weights or buffers were changed between epochs"
+    options = [None if same_values(new, old) else new for new, old in zip(now[0], before[0], strict=True)]
+    return doubt, None if all(changed is None for changed in options) else options
 
 
 @dataclass(slots=True)
@@ -810,39 +773,28 @@ class _Step:
         return [given.batch for given in self.batches]
 
 
-@dataclass(slots=True)
-class _Evidence:
-    """What a spike left behind."""
-
-    snapshot: StateSnapshot
-    innocent: list[_Step]
-    suspects: list[_Step]
-
-
 class _Ranks:
     """The processes that train a model together, and what they decide together."""
 
-    def __init__(self, group: distributed.ProcessGroup | None, device: torch.device | None) -> None:
-        self._group, self._device = group, device
-        self.rank = 0 if device is None else distributed.get_rank(group)
-        self.world_size = 1 if device is None else distributed.get_world_size(group)
-
-    @classmethod
-    def of(cls, modules: Sequence[torch.nn.Module]) -> _Ranks:
-        """Find the process group of modules in DistributedDataParallel or FSDP2; without one there is one process."""
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._group: distributed.ProcessGroup | None = None
+        self._device: torch.device | None = None  # None for a single process
+        self.rank, self.world_size = 0, 1
         if not (distributed.is_available() and distributed.is_initialized()):
-            return cls(None, None)
+            return
         for module in modules:
             replicas = [part for part in module.modules() if isinstance(part, Replica)]
             groups: list[distributed.ProcessGroup | None] = [replica.process_group for replica in replicas]
-            groups += [shard_group(root) for root in shard_roots(module)]
+            groups += map(shard_group, shard_roots(module))
             if groups:
-                return cls(groups[0], next(local_part(p.detach()).device for p in module.parameters()))
-        if distributed.get_world_size() == 1:
-            return cls(None, None)
-        # A model inside DistributedDataParallel, or ranks that add up gradients by hand.
-        parameters = (p for module in modules for p in module.parameters())
-        return cls(None, next((p.device for p in parameters), torch.device("cpu")))
+                self._group, modules = groups[0], [module]
+                break
+        else:  # a model inside DistributedDataParallel, or ranks that add up gradients by hand
+            if distributed.get_world_size() == 1:
+                return
+        parameters = (local_part(p.detach()) for module in modules for p in module.parameters())
+        self._device = next((p.device for p in parameters), torch.device("cpu"))
+        self.rank, self.world_size = distributed.get_rank(self._group), distributed.get_world_size(self._group)
 
     def ask(self, high: bool, broken: bool, *, known: bool = False) -> Callable[[], tuple[bool, bool]]:
         """Ask all processes whether any sees a spike, unless all see the same; the answer may be taken later."""
@@ -866,16 +818,6 @@ class _Ranks:
         every: list[Any] = [None] * self.world_size
         distributed.all_gather_object(every, value, group=self._group)
         return every
-
-
-def _check_numbers(least: int, **numbers: Any) -> None:
-    for name, value in numbers.items():
-        if type(value) is not int or value < least:
-            raise ArgumentValueError(
-                f"Rewind(): `{name}` is {describe(value)}.",
-                why=f"it is a whole number of at least {least}.",
-                fix=f"{name}={inspect.signature(Rewind).parameters[name].default}",
-            )
 
 
 def _bytes(count: int) -> str:

@@ -17,12 +17,11 @@ from gradgate.errors import ArgumentTypeError, ArgumentValueError
 
 
 class Copier:
-    """Copies tensors of parts; on an accelerator to pinned memory, beside the training where that is safe.
+    """Copies tensors of parts; on an accelerator to pinned memory, beside the training where that is safe."""
 
-    Only an optimizer writes its parameters and its state, so they are copied on a stream of its own. That stream waits
-    for the step before, and the optimizer's next step waits for the copies. Everything else, such as the buffers that
-    a forward pass writes, is copied on the current stream.
-    """
+    # Only an optimizer writes its parameters and its state, so they are copied on a stream of its own, which waits for
+    # the step before; the optimizer's next step waits for the copies. All else, such as the buffers that a forward
+    # pass writes, is copied on the current stream.
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
@@ -70,17 +69,20 @@ class Copier:
         self._copied = []
 
 
+_STATE = ("where", "number", "rewinds", "loader", "levels", "kept", "random")
+
+
 class StateSnapshot:
     """A copy of everything that a training step writes; its memory is used again."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier, self._parts = copier, copier.parts
-        self._kept: list[Any] = [None] * len(self._parts)
+        self.kept: list[Any] = [None] * len(self._parts)
         self._sources: dict[int, torch.Tensor] = {}  # what was copied, by the id of the copy
-        self._random: dict[str, Any] = {}
+        self.random: dict[str, Any] = {}
         self.where = self.number = self.rewinds = 0
         self.loader: tuple[int, int, Any] = (0, 0, None)
-        self.levels: tuple[list[float], list[float]] = ([], [])
+        self.levels: list[list[float]] = [[], []]
         self.doubts: list[str] = []  # of the last restore
 
     def take(self, where: int, number: int) -> None:
@@ -88,47 +90,45 @@ class StateSnapshot:
         self.where, self.number = where, number
         copies = _Copies()
         with torch.no_grad():
-            kept = [_copied(_state_of(part), old, copies) for part, old in zip(self._parts, self._kept, strict=True)]
+            kept = [_copied(_state_of(part), old, copies) for part, old in zip(self._parts, self.kept, strict=True)]
             self._copier.copy(copies.values())
         self._sources = {id(copied): source for copied, source in copies.values()}
-        self._kept, self._random = kept, random_state()
+        self.kept, self.random = kept, random_state()
 
     def restore(self) -> None:
         """Write everything back; the copy stays good, so this can be repeated."""
         self.doubts = []
         self._copier.finish()
         with torch.no_grad():
-            for part, kept in zip(self._parts, self._kept, strict=True):
+            for part, kept in zip(self._parts, self.kept, strict=True):
                 if (doubt := _put_back(part, kept, self._sources)) is not None:
                     self.doubts.append(doubt)
-        set_random_state(self._random)
+        set_random_state(self.random)
 
     @property
     def nbytes(self) -> int:
         """How much memory the copies take."""
-        leaves = {id(leaf): leaf for leaf in tree_flatten(self._kept)[0] if isinstance(leaf, torch.Tensor)}
+        leaves = {id(leaf): leaf for leaf in tree_flatten(self.kept)[0] if isinstance(leaf, torch.Tensor)}
         return sum(leaf.nbytes for leaf in leaves.values())
 
     def state(self) -> dict[str, Any]:
         """Return the snapshot as tensors and plain values."""
         self._copier.finish()
-        own = {"where": self.where, "number": self.number, "rewinds": self.rewinds}
-        random = dict(self._random)
-        if "numpy" in random:  # torch.load(weights_only=True) refuses its arrays
-            random["numpy"] = [torch.from_numpy(v.copy()) if hasattr(v, "dtype") else v for v in random["numpy"]]
-        rest = {"loader": self.loader, "levels": self.levels, "kept": self._kept, "random": random}
-        return {**own, **copy.deepcopy(rest)}
+        state = copy.deepcopy({name: getattr(self, name) for name in _STATE})
+        if "numpy" in state["random"]:  # torch.load(weights_only=True) refuses its arrays
+            numpy = state["random"]["numpy"]
+            state["random"]["numpy"] = [torch.from_numpy(v.copy()) if hasattr(v, "dtype") else v for v in numpy]
+        return state
 
     @classmethod
     def load(cls, copier: Copier, state: Mapping[str, Any]) -> StateSnapshot:
         """Make a snapshot again."""
-        snapshot, state = cls(copier), copy.deepcopy(dict(state))
-        snapshot.where, snapshot.number, snapshot.rewinds = state["where"], state["number"], state["rewinds"]
-        snapshot.loader, snapshot.levels = tuple(state["loader"]), tuple(state["levels"])
-        snapshot._kept, snapshot._random = state["kept"], state["random"]
-        if "numpy" in snapshot._random:
-            numpy = [v.numpy() if isinstance(v, torch.Tensor) else v for v in snapshot._random["numpy"]]
-            snapshot._random["numpy"] = tuple(numpy)
+        snapshot = cls(copier)
+        for name, value in copy.deepcopy(dict(state)).items():
+            setattr(snapshot, name, value)
+        if "numpy" in snapshot.random:
+            numpy = [v.numpy() if isinstance(v, torch.Tensor) else v for v in snapshot.random["numpy"]]
+            snapshot.random["numpy"] = tuple(numpy)
         return snapshot
 
 
@@ -158,11 +158,9 @@ def _state_of(part: Any) -> Any:
         tensors = tensors_of(part)
         lazy = [name for name, tensor in tensors.items() if tensor is not None and is_lazy(tensor)]
         if lazy:
-            raise ArgumentValueError(
-                f"Rewind.batches(): {listed(lazy, 3)} of {type(part).__name__} have no values yet.",
-                why="a lazy module gets its weights in the first forward, and a snapshot is taken before it.",
-                fix="model(batch)   # once, before the optimizer is made",
-            )
+            what = f"Rewind.batches(): {listed(lazy, 3)} of {type(part).__name__} have no values yet."
+            why = "a lazy module gets its weights in the first forward, and a snapshot is taken before it."
+            raise ArgumentValueError(what, why=why, fix="model(batch)   # once, before the optimizer is made")
         return {"tensors": tensors, "gradients": [n for n, p in part.named_parameters() if p.grad is not None]}
     if isinstance(part, torch.optim.Optimizer):
         state = {place: part.state[p] for place, p in enumerate(_parameters(part)) if p in part.state}
@@ -229,10 +227,8 @@ def copy_of(tree: Any) -> Any:
 
 
 def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Make memory for a copy: on the host, and pinned, if the tensor lies on an accelerator."""
-    if tensor.is_cpu:
-        return torch.empty_like(tensor)
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    """Make memory for a copy: on the host, and pinned if the tensor lies on an accelerator."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_cpu)
 
 
 def _put_back(part: Any, kept: Any, sources: dict[int, torch.Tensor]) -> str | None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from gradgate._names import describe, listed
+from gradgate._checks import wrong_type
+from gradgate._names import listed
 from gradgate._trees import BatchReader
-from gradgate.errors import ArgumentError, ArgumentTypeError
+from gradgate.errors import ArgumentError
 from gradgate.rewind._snapshots import StateSnapshot
 
 WARM_UP = 20  # so many observations make a median and a spread; before that only a non-finite value is a spike
@@ -43,29 +44,24 @@ def _number(value: Any, name: str) -> torch.Tensor | float:
         return value.detach().clone()  # the caller may add to it
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    raise ArgumentTypeError(
-        f"Rewind: `{name}` is {describe(value)}.",
-        why="it is one number for the step.",
-        fix="rewind.observe(losses.mean())",
-    )
+    raise wrong_type(value, name, "Rewind.observe", "it is one number for the step.", "rewind.observe(losses.mean())")
 
 
 class Level:
     """The usual level of a number that is observed step by step: its median and MAD over a window."""
 
-    def __init__(self, window: int, threshold: float) -> None:
+    def __init__(self, window: int, threshold: float, values: Iterable[float] = ()) -> None:
         self._window, self._threshold = window, threshold
-        self.clear()
-
-    def clear(self) -> None:
-        self._recent: deque[float] = deque()
+        self.recent: deque[float] = deque()
         self._sorted: list[float] = []
+        for value in values:
+            self.add(value)
 
     def add(self, value: float) -> None:
-        self._recent.append(value)
+        self.recent.append(value)
         insort(self._sorted, value)
-        if len(self._recent) > self._window:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        if len(self.recent) > self._window:
+            del self._sorted[bisect_left(self._sorted, self.recent.popleft())]
 
     def above(self, name: str, value: float) -> str:
         """Say by how much a value is above the level; nothing if it is not."""
@@ -78,20 +74,6 @@ class Level:
         if not spread or value <= middle + self._threshold * spread:
             return ""
         return f"the {name} is {value:.4g}, above {middle:.4g} + {self._threshold:g} x {spread:.3g}"
-
-    def state(self) -> list[float]:
-        return list(self._recent)
-
-    def copy(self, recent: Iterable[float] | None = None) -> Level:
-        """Return a level with the same rules, and the same or other values."""
-        level = Level(self._window, self._threshold)
-        level.load(self._recent if recent is None else recent)
-        return level
-
-    def load(self, recent: Iterable[float]) -> None:
-        self.clear()
-        for value in recent:
-            self.add(value)
 
     def _median_and_mad(self) -> tuple[float, float]:
         values = self._sorted
@@ -110,6 +92,36 @@ class Level:
         return middle, max(
             middle - values[split - low] if low else 0.0, values[split + right - 1] - middle if right else 0.0
         )
+
+
+class Levels:
+    """The usual levels of the loss and of the gradient norm."""
+
+    def __init__(self, window: int, threshold: float, values: Iterable[Iterable[float]] = ((), ())) -> None:
+        self._rules = window, threshold
+        self.load(values)
+
+    def load(self, values: Iterable[Iterable[float]]) -> None:
+        self._levels = [Level(*self._rules, recent) for recent in values]
+
+    def values(self) -> list[list[float]]:
+        return [list(level.recent) for level in self._levels]
+
+    def copy(self, values: Iterable[Iterable[float]] | None = None) -> Levels:
+        """Return levels with the same rules, and the same or other values."""
+        return Levels(*self._rules, self.values() if values is None else values)
+
+    def judge(self, loss: float, norm: float | None) -> tuple[str, bool]:
+        """Say by how much a value is above its level, nothing if none is; and whether one is not finite."""
+        reason, broken = self._levels[0].above("loss", loss), not math.isfinite(loss)
+        if norm is not None:
+            reason, broken = reason or self._levels[1].above("gradient norm", norm), broken or not math.isfinite(norm)
+        return reason, broken
+
+    def add(self, loss: float, norm: float | None) -> None:
+        for level, value in zip(self._levels, (loss, norm), strict=True):
+            if value is not None and math.isfinite(value):
+                level.add(value)
 
 
 # --- who made it ------------------------------------------------------------------------------------------------------
@@ -153,7 +165,7 @@ class Trials:
     def __init__(
         self,
         step_fn: Callable[..., Any],
-        levels: tuple[Level, Level],
+        levels: Levels,
         agree: Callable[[bool, bool], tuple[bool, bool]],
         probes: Sequence[Step],
         patience: int,
@@ -166,10 +178,7 @@ class Trials:
     def begin(self, innocent: Sequence[Step], base: StateSnapshot) -> None:
         """Train on the innocent steps before the suspects, and keep the state after them."""
         for step in innocent:
-            loss, norm = self._train(step)
-            for level, value in zip(self._levels, (loss, norm), strict=True):
-                if value is not None and math.isfinite(value):
-                    level.add(value)
+            self._levels.add(*self._train(step))
         base.take(0, 0)
         self._base = base
 
@@ -216,13 +225,10 @@ class Trials:
         assert self._base is not None
         self._base.restore()
         self.count += 1
-        levels = [level.copy() for level in self._levels]
         run = 0
         for step in (*steps, *islice(cycle(self._probes), max(many, self._patience) if self._probes else 0)):
-            values = list(zip(levels, self._train(step), strict=True))
-            high = any(value is not None and bool(level.above("", value)) for level, value in values)
-            broken = any(value is not None and not math.isfinite(value) for _, value in values)
-            high, broken = self._agree(high, broken)
+            reason, broken = self._levels.judge(*self._train(step))
+            high, broken = self._agree(bool(reason), broken)
             run = run + 1 if high else 0
             if broken or run >= self._patience:
                 return True

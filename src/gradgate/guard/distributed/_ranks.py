@@ -131,11 +131,9 @@ class Ranks(FiniteCheck):
         values = self.gather(value)
         if len(set(values)) > 1:
             reported = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:4]))
-            raise ArgumentValueError(
-                f"Guard: the ranks do not have the same {what} ({reported}).",
-                why="all ranks decide alike about a step, each by itself.",
-                fix="guard = gg.Guard(model, ...)   # with the same model and arguments on every rank",
-            )
+            why = "all ranks decide alike about a step, each by itself."
+            fix = "guard = gg.Guard(model, ...)   # with the same model and arguments on every rank"
+            raise ArgumentValueError(f"Guard: the ranks do not have the same {what} ({reported}).", why=why, fix=fix)
 
     def add(self, numbers: torch.Tensor, *, in_haste: bool = False) -> None:
         """Add numbers over all ranks, in place."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +47,6 @@ class Buckets:
         self._extra = extra
         self._device = device
         self._cuts = _cut(self.parameters)
-        self._bucket_of = [0] * len(self.parameters)
-        for place, numbers in enumerate(self._cuts):
-            for number in numbers:
-                self._bucket_of[number] = place
         self._lay_out()
         self.listening = False
         """Whether a backward is expected or running."""
@@ -172,26 +169,21 @@ class Buckets:
     def _hook_parameters(self) -> None:
         """Note every gradient that is ready, except those in the last buffer, which `finish` sends."""
         this = weakref.ref(self)
-        last = len(self._buckets) - 1
 
-        def hook_of(number: int) -> Any:
-            def hook(parameter: torch.Tensor) -> None:
-                buckets = this()
-                if buckets is not None and buckets.listening:
-                    buckets._ready(number)
-
-            return hook
+        def ready(place: int, parameter: torch.Tensor) -> None:
+            buckets = this()
+            if buckets is not None and buckets.listening:
+                buckets._ready(place)
 
         handles = [
-            parameter.register_post_accumulate_grad_hook(hook_of(number))  # type: ignore[no-untyped-call]
-            for number, parameter in enumerate(self.parameters)
-            if self._bucket_of[number] != last
+            self.parameters[number].register_post_accumulate_grad_hook(partial(ready, place))  # type: ignore[no-untyped-call]
+            for place in range(len(self._buckets) - 1)
+            for number in self._buckets[place].numbers
         ]
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
-    def _ready(self, number: int) -> None:
-        """Note a gradient, and send the buffers that are complete, in order."""
-        place = self._bucket_of[number]
+    def _ready(self, place: int) -> None:
+        """Note a gradient of a buffer, and send the buffers that are complete, in order."""
         self._missing[place] -= 1
         if place < len(self._works) or self._missing[place] < 0:
             self.stale = True  # a second gradient, after the first was sent
@@ -231,19 +223,17 @@ class Buckets:
 def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
     """Cut parameters into buffers of one device and dtype each, in the order in which gradients become ready."""
     cuts: list[list[int]] = []
-    open_: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    sizes: dict[int, int] = {}
+    open_: dict[tuple[torch.device, torch.dtype], tuple[list[int], int]] = {}
     for number in reversed(range(len(parameters))):
         parameter = parameters[number]
         kind = parameter.device, parameter.dtype
-        if kind not in open_:
-            open_[kind] = []
-            cuts.append(open_[kind])
-        numbers = open_[kind]
+        numbers, size = open_.pop(kind, ([], 0))
+        if not numbers:
+            cuts.append(numbers)
         numbers.append(number)
-        sizes[id(numbers)] = sizes.get(id(numbers), 0) + parameter.numel() * parameter.element_size()
-        if sizes[id(numbers)] >= (FIRST_BYTES if numbers is cuts[0] else BYTES):
-            del open_[kind]
+        size += parameter.numel() * parameter.element_size()
+        if size < (FIRST_BYTES if numbers is cuts[0] else BYTES):
+            open_[kind] = numbers, size
     # A buffer is complete with its last parameter; the one that is complete last is sent last.
     return sorted(cuts, key=lambda numbers: -numbers[-1])
 
@@ -288,11 +278,9 @@ class Replicas(Ranks):
         """Let the replicas run without collectives, as long as the block lasts."""
         for replica in self._replicas:
             if obstacle := replica_obstacle(replica):
-                raise ArgumentTypeError(
-                    f"Guard: the model has {obstacle}.",
-                    why="the guard adds the gradients of all ranks itself, and would not make use of it.",
-                    fix="for batch in guard.batches(loader): ...   # instead of a join context; no hooks",
-                )
+                why = "the guard adds the gradients of all ranks itself, and would not make use of it."
+                fix = "for batch in guard.batches(loader): ...   # instead of a join context; no hooks"
+                raise ArgumentTypeError(f"Guard: the model has {obstacle}.", why=why, fix=fix)
         self._reduces = all(replica.require_backward_grad_sync for replica in self._replicas)
         self._sent = False
         if training:

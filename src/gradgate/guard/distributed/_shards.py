@@ -72,8 +72,6 @@ class Shards(Ranks):
         """The longest time between two gathers of the last pass, in seconds."""
         self._counts = self._learns = self._changed = self._played = False
 
-    # --- Around a step
-
     @contextmanager
     def apart(self, *, training: bool) -> Iterator[None]:
         """Watch every collective of the model, as long as the block lasts."""
@@ -82,11 +80,9 @@ class Shards(Ranks):
             self._state.refresh()  # FSDP2 may just have replaced a parameter
         for unit in self._units:
             if obstacle := unit.obstacle:
-                raise ArgumentTypeError(
-                    f"Guard: the model has {obstacle}.",
-                    why="a rank that raises must take part in what the others do, and the guard does not know how.",
-                    fix="fully_shard(module, reshard_after_forward=True)   # or False; all-reduce in every backward",
-                )
+                why = "a rank that raises must take part in what the others do, and the guard does not know how."
+                fix = "fully_shard(module, reshard_after_forward=True)   # or False; all-reduce in every backward"
+                raise ArgumentTypeError(f"Guard: the model has {obstacle}.", why=why, fix=fix)
         self._settings = tuple(unit.settings for unit in self._units)
         self._has_earlier = sum(unit.lay_aside() for unit in self._units) > 0
         self._mode, self.broken = _Mode.SEARCH, False
@@ -139,12 +135,10 @@ class Shards(Ranks):
                 self._changed = True
                 if failed:
                     self.broken = True
-                    raise OtherRankError(
-                        f"Guard: rank {self.rank} raised in a step that gathers its parameters in another order than "
-                        "the steps before.",
-                        why="it cannot know what the other ranks still do; they wait for it until their timeout.",
-                        fix="# see the exception before this one; then start all ranks again from a checkpoint",
-                    )
+                    what = f"rank {self.rank} raised in a step that gathers its parameters in another order"
+                    why = "it cannot know what the other ranks still do; they wait for it until their timeout."
+                    fix = "# see the exception before this one; then start all ranks again from a checkpoint"
+                    raise OtherRankError(f"Guard: {what} than before.", why=why, fix=fix)
             for code in order[count:]:
                 self._played, self._changed = True, not failed
                 self._take_part(code)
@@ -256,11 +250,9 @@ class Shards(Ranks):
             codes = [code for code in range(following) if counts[code]]
             gathers = [code for code in codes if code % 2 == 0]
             if not gathers and (len(codes) > 1 or counts[codes[0]] + counts[following] < self.world_size):
-                raise OtherRankError(
-                    "Guard: the ranks reduce the gradients of different parts of the model.",
-                    why="FSDP2 needs the same parts in the same order on every rank.",
-                    fix="# run the same modules on every rank",
-                )
+                what = "Guard: the ranks reduce the gradients of different parts of the model."
+                why = "FSDP2 needs the same parts in the same order on every rank."
+                raise OtherRankError(what, why=why, fix="# run the same modules on every rank")
             for code in gathers or codes:
                 self._made.append(code)
                 if code != wanted:

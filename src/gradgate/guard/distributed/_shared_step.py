@@ -17,7 +17,7 @@ from gradgate._torch_distributed import Replica, collectives_made, shard_group, 
 from gradgate._trees import Ids, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, OtherRankError
 from gradgate.guard._result import GuardResult, Wishes, hand_over, log
-from gradgate.guard._search import Dropped, Recovered, raise_as_it_is
+from gradgate.guard._search import Recovered, raise_as_it_is
 from gradgate.guard._step import Step
 from gradgate.guard._trial import LossTrial, Outcome, StepFault, advice, check_function
 from gradgate.guard.distributed._ranks import Share, SingleProcess, in_a_group
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 
 # --- Who trains a model together ------------------------------------------------------------------------------------
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's own module out of DistributedDataParallel."""
-    inner: torch.nn.Module = module.module if isinstance(module, Replica) else module
-    return inner
 
 
 def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Replicas | Shards | SingleProcess:
@@ -69,28 +63,21 @@ def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Re
 
 
 def _refuse(what: str, fix: str) -> NoReturn:
-    raise ArgumentTypeError(
-        f"Guard(): the model has {what}.",
-        why="all ranks must make the same step, and the guard knows how for one process group and one kind of wrapper.",
-        fix=fix,
-    )
+    why = "all ranks must make the same step, and the guard knows how for one process group and one kind of wrapper."
+    raise ArgumentTypeError(f"Guard(): the model has {what}.", why=why, fix=fix)
 
 
 def _refuse_collectives_in_forward(parts: Sequence[torch.nn.Module]) -> None:
     """Refuse what talks to other ranks in the middle of a forward: after a fault, one rank would run it alone."""
     for part in parts:
         if isinstance(part, torch.nn.SyncBatchNorm):
-            raise ArgumentTypeError(
-                "Guard(): the model has SyncBatchNorm layers.",
-                why="their forward waits for all ranks, but after a fault one rank runs the model again alone.",
-                fix="torch.nn.BatchNorm2d   # statistics of each rank's own batch; or torch.nn.GroupNorm",
-            )
+            why = "their forward waits for all ranks, but after a fault one rank runs the model again alone."
+            fix = "torch.nn.BatchNorm2d   # statistics of each rank's own batch; or torch.nn.GroupNorm"
+            raise ArgumentTypeError("Guard(): the model has SyncBatchNorm layers.", why=why, fix=fix)
         if isinstance(part, distributed.fsdp.FullyShardedDataParallel):
-            raise ArgumentTypeError(
-                "Guard(): the model is in FullyShardedDataParallel.",
-                why="its collectives cannot be seen, so a rank that raises could not take part in them.",
-                fix="torch.distributed.fsdp.fully_shard(model)",
-            )
+            why = "its collectives cannot be seen, so a rank that raises could not take part in them."
+            fix = "torch.distributed.fsdp.fully_shard(model)"
+            raise ArgumentTypeError("Guard(): the model is in FullyShardedDataParallel.", why=why, fix=fix)
 
 
 def _refuse_inner_modules(parts: Sequence[torch.nn.Module]) -> None:
@@ -98,11 +85,9 @@ def _refuse_inner_modules(parts: Sequence[torch.nn.Module]) -> None:
     parameters = {id(p) for part in parts for p in part.parameters(recurse=False)}
     replicas = [thing for thing in gc.get_objects() if issubclass(type(thing), Replica)]
     if any(id(parameter) in parameters for replica in replicas for parameter in replica.parameters()):
-        raise ArgumentTypeError(
-            "Guard(): `model` is inside of a DistributedDataParallel.",
-            why="the guard must see the wrapper to run the model without the other ranks.",
-            fix="gg.Guard(ddp_model)   # the wrapped model, not ddp_model.module",
-        )
+        why = "the guard must see the wrapper to run the model without the other ranks."
+        fix = "gg.Guard(ddp_model)   # the wrapped model, not ddp_model.module"
+        raise ArgumentTypeError("Guard(): `model` is inside of a DistributedDataParallel.", why=why, fix=fix)
 
 
 # --- What every rank does -------------------------------------------------------------------------------------------
@@ -136,7 +121,7 @@ class SharedStep(Step):
             error = raised
         self._meet()
         if not self._size:
-            self._recovered = Recovered(None, [], [])
+            self._recovered = Recovered(None, [])
         with self._agreement.apart(training=True):
             guard._state.remember(guard._reader.leaves(batch) if self._size else ())
             try:
@@ -170,11 +155,10 @@ class SharedStep(Step):
             return
         made, self._made_before = collectives_made() - self._made_before - self._agreement.made, None
         if made and self._agreement.world_size > 1:
-            raise ArgumentValueError(
-                f"Guard.backward(): `loss_fn` makes collectives of its own ({made} in the first step).",
-                why="after a fault one rank runs it again, with parts of its batch, and the others would not answer.",
-                fix="guard.backward(batch, loss_fn)   # with a loss of this rank's samples; exchange before or after",
-            )
+            what = f"Guard.backward(): `loss_fn` makes collectives of its own ({made} in the first step)."
+            why = "after a fault one rank runs it again, with parts of its batch, and the others would not answer."
+            fix = "guard.backward(batch, loss_fn)   # with a loss of this rank's samples; exchange before or after"
+            raise ArgumentValueError(what, why=why, fix=fix)
 
     def _tell(self, error: BaseException | None) -> Share:
         """Tell the other ranks how the step went here; return how it went everywhere."""
@@ -187,7 +171,7 @@ class SharedStep(Step):
     def _share(self, error: BaseException | None) -> Share:
         guard, outcome = self._guard, self._outcome
         if error is not None:
-            self._recovered, outcome = Recovered(None, [], []), Outcome()
+            self._recovered, outcome = Recovered(None, []), Outcome()
             self._outcome, self._incidents = outcome, ()
             guard._state.forget_gradients()
         found, kept = self._recovered, len(self._kept)
@@ -258,11 +242,9 @@ class SharedStep(Step):
         if error is not None:
             raise error
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        raise OtherRankError(
-            f"Guard: rank {rank} of {self._agreement.world_size} raised {text}",
-            why="no sample is to blame for that, so no rank has made the step; everything is as before it.",
-            fix=f"# see the traceback of rank {rank}",
-        )
+        what = f"Guard: rank {rank} of {self._agreement.world_size} raised {text}"
+        why = "no sample is to blame for that, so no rank has made the step; everything is as before it."
+        raise OtherRankError(what, why=why, fix=f"# see the traceback of rank {rank}")
 
     def _raise_whole(self) -> NoReturn:
         """Raise a fault that every sample of every rank has."""
@@ -289,10 +271,6 @@ class SharedStep(Step):
             of_rank = [incident for incident in incidents if incident.rank == owner]
             kept = evidence.get(owner, (None, None))
             hand_over(of_rank, self._guard._sinks, *kept, payload=self._guard.payload)
-
-
-def _allow(dropped: Sequence[Dropped]) -> None:
-    """Refuse nothing: that is for all ranks to decide."""
 
 
 def _described(error: BaseException) -> str:
@@ -324,11 +302,11 @@ class ReplicatedStep(SharedStep):
                 agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
             trial.before_backward = None
             if self._outcome.skipped:
-                self._recovered = Recovered(None, [], [])
+                self._recovered = Recovered(None, [])
             if self._outcome.fault is not None:
                 self._refuse_collectives()
                 agreement.withdraw()
-                self._search(trial, _allow)
+                self._search(trial)
         except torch.AcceleratorError:
             raise  # nothing more can be sent from here
         except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
@@ -413,7 +391,7 @@ class ShardedStep(SharedStep):
         if self._again and self._trial.scaler is not None and fault is not None and fault.error is None:
             self._outcome.fault = None  # each rank's own gradients are finite without the scale: it is left to see them
         if count and error is None and self._outcome.skipped:
-            self._recovered = self._recovered or Recovered(None, [], [])
+            self._recovered = self._recovered or Recovered(None, [])
             self._recovered.kept = []
         return error
 
@@ -431,7 +409,7 @@ class ShardedStep(SharedStep):
             guard._state.restore()
             if self._size and guard._reader.writes(self._batch) != self._writes:
                 if fault is not None and fault.cause != "non-finite gradient":
-                    self._search(self._trial, _allow)
+                    self._search(self._trial)
                 raise ArgumentValueError(
                     "Guard: a rank has bad samples, and `loss_fn` has written into the batch of this one.",
                     why="with FSDP2 all ranks make the step again without the bad samples, each with its own batch.",
@@ -441,7 +419,7 @@ class ShardedStep(SharedStep):
                 self._outcome = self._trial.run(with_own_containers(self._batch), self._size)
                 fault = self._outcome.fault  # of this rank's own gradients; in the shards are those of all
             if fault is not None and self._kept:
-                self._search(self._trial, _allow)
+                self._search(self._trial)
         except torch.AcceleratorError:
             raise
         except BaseException as raised:
@@ -476,25 +454,18 @@ def even_batches(guard: Guard, agreement: Replicas | Shards, loader: Iterable[An
     if not any(has_one for has_one, _ in forms):
         return
     if batch is END:
-        batch = nothing = next((form for _, form in forms if form is not None), None)
-        following = END
-    else:
-        following = next(batches, END)
+        nothing = next((form for _, form in forms if form is not None), None)
     while True:
+        following = END if batch is END else next(batches, END)
         guard._more, guard._others_have_more = following is not END, None
-        yield batch
+        yield nothing if batch is END else batch
         if guard._others_have_more is None:
-            raise ArgumentValueError(
-                "Guard.batches(): no step was made with the last batch.",
-                why="the other ranks make one, and wait for this one.",
-                fix="for batch in guard.batches(loader): guard.backward(batch, loss_fn)   # with every batch",
-            )
+            why = "the other ranks make one, and wait for this one."
+            fix = "for batch in guard.batches(loader): guard.backward(batch, loss_fn)   # with every batch"
+            raise ArgumentValueError("Guard.batches(): no step was made with the last batch.", why=why, fix=fix)
         if not guard._others_have_more:
             return
-        if following is END:
-            batch = nothing
-        else:
-            batch, following = following, next(batches, END)
+        batch = following
 
 
 def _of_no_rows(guard: Guard, batch: Any) -> Any:
