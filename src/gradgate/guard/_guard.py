@@ -314,11 +314,10 @@ class Guard:
         tally = self._tally
         if tally.has_means or tally.window is None:
             given = "a mean loss" if tally.has_means else "nothing: there was no step"
-            raise ArgumentValueError(
-                f"Guard.finish(): since the last call, `loss_fn` gave {given}.",
-                why="it divides the gradients of totals by their counts, and there are none.",
-                fix="guard.backward(batch, lambda batch: (losses.sum(), len(losses)))   # a total and its count",
-            )
+            what = f"Guard.finish(): since the last call, `loss_fn` gave {given}."
+            why = "it divides the gradients of totals by their counts, and there are none."
+            fix = "guard.backward(batch, lambda batch: (losses.sum(), len(losses)))   # a total and its count"
+            raise ArgumentValueError(what, why=why, fix=fix)
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
         sums = tally.window
         if isinstance(self._agreement, Ranks):
@@ -460,11 +459,10 @@ class Guard:
     def _refuse_nesting(self) -> None:
         """Raise where a step of this guard is running, in this thread or another; one that was interrupted is not."""
         if self._state.open and _calls_of(self) > 1:
-            raise GradgateError(
-                "Guard: a guard was used inside one of its own steps, or by two threads at once.",
-                why="the gradients and buffers that it put aside for the first step would be lost.",
-                fix="out, keep = guard.forward(batch, fn)   # before guard.backward; or another Guard inside",
-            )
+            what = "Guard: a guard was used inside one of its own steps, or by two threads at once."
+            why = "the gradients and buffers that it put aside for the first step would be lost."
+            fix = "out, keep = guard.forward(batch, fn)   # before guard.backward; or another Guard inside"
+            raise GradgateError(what, why=why, fix=fix)
 
 
 def _calls_of(guard: Guard) -> int:

@@ -279,11 +279,9 @@ class Tally:
     def from_state(cls, state: Mapping[str, Any]) -> Tally:
         expected = {entry.name for entry in fields(cls)} - _OF_WINDOW
         if set(state) != expected:
-            raise ArgumentValueError(
-                f"Guard.load_state_dict(): the entries are {sorted(map(str, state))}.",
-                why=f"the state of a guard has the entries {sorted(expected)}.",
-                fix='guard.load_state_dict(checkpoint["guard"])   # saved as guard.state_dict()',
-            )
+            what = f"Guard.load_state_dict(): the entries are {sorted(map(str, state))}."
+            fix = 'guard.load_state_dict(checkpoint["guard"])   # saved as guard.state_dict()'
+            raise ArgumentValueError(what, why=f"the state of a guard has the entries {sorted(expected)}.", fix=fix)
         return cls(**{**state, "causes": dict(state["causes"])})
 
 
@@ -369,9 +367,8 @@ class LossHistory:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
+        pairs = [pair for names, losses in waiting for pair in zip(names, losses.tolist(), strict=True)]
         try:
-            self._ledger.record_losses(
-                [pair for names, losses in waiting for pair in zip(names, losses.tolist(), strict=True)]
-            )
+            self._ledger.record_losses(pairs)
         except LedgerError as error:
             warnings.warn(f"losses of {len(waiting)} steps are lost: {error}", LedgerWarning, stacklevel=user_level())

@@ -435,7 +435,8 @@ class Probes:
         self._fault = fault
         self._batch_dim, self._layout = reader.batch_dim, reader.layout
         self._take = reader.taking(batch, self._size)
-        self.search = Search(list(range(self._size)), self._test)
+        self._ask = partial(Probes._test, weakref.proxy(self))  # a search must not hold the probes that hold it
+        self.search = Search([], self._ask)
         self.eager = False
         self._runs_backward = fault.stage == "backward"
         self._recording = self._runs_backward
@@ -450,7 +451,7 @@ class Probes:
         if not self.repeated:
             return
         hint = hint or self._suspects()
-        self.search = Search(list(range(self._size)), self._test, hint)
+        self.search = Search(list(range(self._size)), self._ask, hint)
         for _ in self.search.run():
             yield [self._blame(rows, hint, observer.sightings) for rows in self.search.groups]
 

@@ -86,10 +86,8 @@ def _of_names(path: str, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    if function.__module__ and function.__module__.partition(".")[0] == "torch":
-        scope: dict[str, Any] = {}  # what torch's own functions name is not the user's; their closures may be
-    else:
-        scope = function.__globals__
+    # What torch's own functions name is not the user's; their closures may be.
+    scope = {} if (function.__module__ or "").partition(".")[0] == "torch" else function.__globals__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         if cell != types.CellType():  # an empty one has no contents to ask for
             yield name, cell.cell_contents
@@ -331,11 +329,10 @@ def refuse_foreign_loop() -> None:
     while frame is not None:
         home = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "_training_step" and home.endswith(".loops.optimization.automatic"):
-            raise GradgateError(
-                "Guard.backward(): it is called in a `training_step` with automatic optimization.",
-                why="Lightning sets the gradients to zero after training_step, and makes the backward pass itself.",
-                fix="class Lit(GuardedModule, L.LightningModule):   # of gradgate.integrations.lightning; return loss",
-            )
+            what = "Guard.backward(): it is called in a `training_step` with automatic optimization."
+            why = "Lightning sets the gradients to zero after training_step, and makes the backward pass itself."
+            fix = "class Lit(GuardedModule, L.LightningModule):   # of gradgate.integrations.lightning; return loss"
+            raise GradgateError(what, why=why, fix=fix)
         frame = frame.f_back
 
 
@@ -563,9 +560,8 @@ class LossTrial(Trial):
         try:
             value: Any = self.function(batch)
         except self.catch as error:
-            fault = self._fault(error)
             check_call(self.function, batch, error)
-            return Outcome(fault)
+            return Outcome(self._fault(error))
         if value is NO_LOSS:
             return Outcome()
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
@@ -605,11 +601,10 @@ def _counted(total: torch.Tensor, count: Any) -> torch.Tensor:
     """Return the count of a total in double precision; a tensor is not read by the host."""
     numbers = count.numel() if isinstance(count, torch.Tensor) else int(isinstance(count, Real))
     if total.dim() or numbers != 1:
-        raise ArgumentTypeError(
-            f"Guard.backward(): `loss_fn` returned a tuple of {describe(total)} and {describe(count)}.",
-            why="two values are the sum of the loss and how much it is a sum of (samples, tokens), one number each.",
-            fix="return losses.sum(), len(losses)   # then guard.finish() before optimizer.step()",
-        )
+        what = f"Guard.backward(): `loss_fn` returned a tuple of {describe(total)} and {describe(count)}."
+        why = "two values are the sum of the loss and how much it is a sum of (samples, tokens), one number each."
+        fix = "return losses.sum(), len(losses)   # then guard.finish() before optimizer.step()"
+        raise ArgumentTypeError(what, why=why, fix=fix)
     return torch.as_tensor(count, dtype=torch.float64, device=total.device).detach().reshape(())
 
 
