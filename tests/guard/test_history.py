@@ -113,5 +113,5 @@ def test_without_ids_or_losses_nothing_is_kept(tmp_path):
 
 
 def test_a_history_needs_a_ledger():
-    with pytest.raises(ValueError, match="`history` is the bool True(.|\n)*there is no `ledger`"):
+    with pytest.raises(ValueError, match=r"`history` is the bool True(.|\n)*there is no `ledger`"):
         gg.Guard(nn.Linear(1, 1), history=True)

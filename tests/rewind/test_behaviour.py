@@ -292,7 +292,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(stop, loader_of):
         (lambda m, o: gg.Rewind(m, every=0), ArgumentValueError, "Rewind(): `every` is the int 0."),
         (lambda m, o: gg.Rewind(m, lookback=-1), ArgumentValueError, "Rewind(): `lookback` is the int -1."),
         (lambda m, o: gg.Rewind(m, patience=True), ArgumentValueError, "Rewind(): `patience` is the bool True."),
-        (lambda m, o: gg.Rewind(m, threshold=float("nan")), ArgumentValueError, "Rewind(): `threshold` is the float nan."),
+        (lambda m, o: gg.Rewind(m, threshold=torch.nan), ArgumentValueError, "Rewind(): `threshold` is the float nan."),
         (lambda m, o: gg.Rewind(m).observe(1.0), ArgumentValueError, "Rewind.observe(): `batches` gave no batch"),
         (lambda m, o: gg.Rewind(m).load_state_dict({}), ArgumentValueError, "Rewind.load_state_dict(): the entries"),
     ],
