@@ -216,7 +216,8 @@ def losses_of_all_ranks_reach_one_ledger(rank):
         wanted = torch.tensor(expected)[-32:, place]
         torch.testing.assert_close(torch.tensor(histories[f"{rank}-{row}"]), wanted, rtol=1e-3, atol=1e-3)
     error = raised_by(lambda: gg.Guard(model, history=True))
-    assert "`history` is True, and there is no `ledger`" in str(error)
+    assert error.what == "Guard(): `history` is the bool True."
+    assert error.why == "the losses of samples are written into a ledger, and there is no `ledger`."
     dist.barrier()
 
 
