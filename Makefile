@@ -58,7 +58,7 @@ check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports
 
 quick: check              ## static checks, and the tests that are neither slow nor distributed nor in a browser
-	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not distributed and not browser"
+	$(BIN)/python -m pytest --numprocesses 2 --hypothesis-profile quick -m "not slow and not distributed and not browser"
 
 test: check docs $(VENV)/.frameworks ## everything that must pass
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

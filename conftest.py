@@ -26,7 +26,7 @@ for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and whatever it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# One profile for the machine that decides (more examples, no deadline: it is noisy), one for hands.
+# No deadline: machines are noisy. `make quick` draws few examples; `--hypothesis-profile thorough` draws many.
 hypothesis.settings.register_profile(
     "default",
     deadline=None,
@@ -34,6 +34,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
+hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=5)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=2000)
 hypothesis.settings.load_profile("default")
 

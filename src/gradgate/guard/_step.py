@@ -115,7 +115,8 @@ class Step(ABC):
 
     def _path(self, sought: torch.nn.Module | None) -> str | None:
         """Name a module by its path below a guarded one; by its class if it is that itself, or in none."""
-        roots = self._guard._modules
+        guard = self._guard
+        roots = guard._modules
         for number, root in enumerate(roots):
             for path, module in root.named_modules():
                 if module is sought:
