@@ -172,7 +172,6 @@ class SourceLine(NamedTuple):
         return self.source.partition("#")[0].strip()
 
 
-@lru_cache(maxsize=4096)
 def is_foreign(file: str) -> bool:
     """Return whether a file belongs to torch, gradgate or the standard library, not to the user or a library in use."""
     return owner_of(file) in (Owner.OURS, Owner.TORCH, Owner.PYTHON)
@@ -205,29 +204,30 @@ def locate_traceback(traceback: TracebackType | None) -> Location | None:
 _MODES = ("no_grad", "enable_grad", "inference_mode")
 
 
+def _nodes_of(file: str) -> list[ast.AST]:
+    return _parsed("".join(linecache.getlines(file)))
+
+
 @lru_cache(maxsize=64)
-def _parsed(file: str, size: int) -> ast.Module | None:
+def _parsed(text: str) -> list[ast.AST]:
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        return list(ast.walk(ast.parse(text)))
     except SyntaxError:  # a notebook cell with magics, or a file that has changed
-        return None
+        return []
 
 
 def _called_name(node: ast.expr) -> str:
     """Return the dotted name that an expression calls or is, such as "torch.no_grad"."""
-    if isinstance(node, ast.Call):
-        node = node.func
     try:
-        return ast.unparse(node)
+        return ast.unparse(node.func if isinstance(node, ast.Call) else node)
     except (ValueError, RecursionError):
         return ""
 
 
 def region_header(location: Location, names: tuple[str, ...]) -> SourceLine | None:
     """Find the innermost `with` line or decorator around a location that calls one of these functions."""
-    tree = _parsed(location.file, len(linecache.getlines(location.file)))
     found = None
-    for node in ast.walk(tree) if tree is not None else ():
+    for node in _nodes_of(location.file):
         if isinstance(node, (ast.With, ast.AsyncWith)):
             headers = [item.context_expr for item in node.items]
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -250,35 +250,26 @@ def definition(code: CodeType) -> SourceLine:
     return SourceLine(code.co_filename, line)
 
 
-def _names_of_torch(tree: ast.Module) -> set[str]:
+def _names_of_torch(nodes: list[ast.AST]) -> set[str]:
     """Return the names by which a file may call torch's modes."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name == "torch":
-                    found |= {f"{alias.asname or 'torch'}.{mode}" for mode in _MODES}
+            names = [alias.asname or "torch" for alias in node.names if alias.name == "torch"]
+            found |= {f"{name}.{mode}" for name in names for mode in _MODES}
         elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.autograd"):
             found |= {alias.asname or alias.name for alias in node.names if alias.name in _MODES}
     return found
 
 
-def modes_without_effect(file: str) -> tuple[tuple[SourceLine, ...], tuple[SourceLine, ...]]:
+def modes_without_effect(file: str) -> tuple[list[SourceLine], list[SourceLine]]:
     """Find `torch.no_grad()` alone on a line, and torch's mode decorators on `async def`: neither does anything."""
-    return _modes_without_effect(file, len(linecache.getlines(file)))
-
-
-@lru_cache(maxsize=256)
-def _modes_without_effect(file: str, size: int) -> tuple[tuple[SourceLine, ...], tuple[SourceLine, ...]]:
-    tree = _parsed(file, size)
-    bare: list[SourceLine] = []
-    decorated: list[SourceLine] = []
-    if tree is not None:
-        names = _names_of_torch(tree)
-        switches = names | {name.replace("no_grad", "set_grad_enabled") for name in names}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called_name(node.value) in names:
-                bare.append(SourceLine(file, node.lineno))
-            elif isinstance(node, ast.AsyncFunctionDef):
-                decorated += [SourceLine(file, d.lineno) for d in node.decorator_list if _called_name(d) in switches]
-    return tuple(bare), tuple(decorated)
+    nodes, bare, decorated = _nodes_of(file), list[SourceLine](), list[SourceLine]()
+    names = _names_of_torch(nodes)
+    switches = names | {name.replace("no_grad", "set_grad_enabled") for name in names}
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called_name(node.value) in names:
+            bare.append(SourceLine(file, node.lineno))
+        elif isinstance(node, ast.AsyncFunctionDef):
+            decorated += [SourceLine(file, d.lineno) for d in node.decorator_list if _called_name(d) in switches]
+    return bare, decorated

@@ -44,7 +44,6 @@ from gradgate.errors import LedgerError
 
 
 TWISTER_WORDS = 624
-Mark = tuple[Any, ...]
 
 
 class RandomState:
@@ -89,10 +88,10 @@ class _Twister:
     def __init__(self, take: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self._take, self._put = take, put
         self._state: Any = None
-        self._mark: Mark = ()
+        self._mark: tuple[Any, ...] = ()
         self.remember()
 
-    def look(self) -> Mark:
+    def look(self) -> tuple[Any, ...]:
         """Return what every draw changes; nothing where it cannot be read."""
         raise NotImplementedError
 
@@ -128,7 +127,7 @@ class _PythonState(_Twister):
         numbers = self._owner.getstate()[1]
         return self._draws.tobytes() == struct.pack("=i2I", numbers[-1], *numbers[:2])
 
-    def look(self) -> Mark:
+    def look(self) -> tuple[Any, ...]:
         return (self._draws.tobytes(), self._owner.gauss_next) if self._readable else ()  # type: ignore[attr-defined]
 
 
@@ -141,7 +140,7 @@ class _NumpyState(_Twister):
         numpy = sys.modules["numpy"].random
         super().__init__(lambda: numpy.get_state(legacy=False), lambda state: numpy.set_state(state))
 
-    def look(self) -> Mark:
+    def look(self) -> tuple[Any, ...]:
         generator = sys.modules["numpy"].random.get_bit_generator()
         if generator is not self._generator:
             known = type(generator).__name__ == "MT19937"
@@ -244,13 +243,12 @@ class BufferCopies:
         self._tensors = tensors
         # What is sparse needs a copy with the same elements, not only of the same shape.
         self._copies = [torch.empty_like(t) if t.layout is torch.strided else t.detach().clone() for t in tensors]
-        self._one_by_one = any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors)
 
     def take(self) -> None:
         for number, (copy, tensor) in enumerate(zip(self._copies, self._tensors, strict=True)):
             if copy.shape != tensor.shape or copy.dtype is not tensor.dtype:  # somebody gave it other memory
                 self._copies[number] = torch.empty_like(tensor)
-        self._copy(self._copies, self._tensors)
+        copy_tensors(self._copies, self._tensors)
 
     def put_back(self) -> None:
         """Write into the tensors what was copied last; autograd sees it."""
@@ -258,14 +256,7 @@ class BufferCopies:
             if copy.shape != tensor.shape or copy.dtype is not tensor.dtype:
                 tensor.data = copy.clone()
         with torch.no_grad():
-            self._copy(self._tensors, self._copies)
-
-    def _copy(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-        if self._one_by_one:
-            for one, other in zip(to, source, strict=True):
-                one.copy_(other)
-        else:
-            copy_tensors(to, source)
+            copy_tensors(self._tensors, self._copies)
 
 
 # --- What a step may write ------------------------------------------------------------------------------------------
@@ -467,33 +458,23 @@ def _without_repeats(buffer: torch.Tensor) -> torch.Tensor:
 class FiniteCheck:
     """Looks for NaN and Inf in a loss and in many gradients at once, with one read by the host."""
 
-    def __init__(self) -> None:
-        self._flags: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the device's number, which is read fastest
-
     def has_nonfinite(self, gradients: list[torch.Tensor], loss: torch.Tensor | None = None) -> bool:
         if loss is None and (found := _kernels.nonfinite(gradients)) is not None:
             return found
-        answer = flags = None
+        answer = None
         if gradients:
-            first = gradients[0]
-            # Taken out while in use: an interrupt must not leave a flag that is set.
-            known = self._flags.pop(first.get_device(), None)
-            answer, one = flags = known or (torch.zeros(1, device=first.device), torch.ones(1, device=first.device))
+            device = gradients[0].device
+            answer = torch.zeros(1, device=device)
             try:
-                find_non_finite(gradients, answer, one)
+                find_non_finite(gradients, answer, torch.ones(1, device=device))
             except RuntimeError:
                 # Several devices; sparse, complex or overlapping gradients; or a device without this pass.
-                answer = torch.stack([_any_non_finite(each).to(first.device) for each in gradients]).any().float()
-                flags = None
+                answer = torch.stack([_any_non_finite(each).to(device) for each in gradients]).any().float()
         if loss is not None:
             # 0 if the loss is finite and NaN if not: it travels with the flag in the same read.
             nothing = loss - loss
             answer = nothing if answer is None else answer + nothing.to(answer.device)
-        if answer is not None and answer.item() != 0:
-            return True
-        if flags is not None:
-            self._flags[first.get_device()] = flags
-        return False
+        return answer is not None and answer.item() != 0
 
 
 def _any_non_finite(tensor: torch.Tensor) -> torch.Tensor:

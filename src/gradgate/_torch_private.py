@@ -476,15 +476,15 @@ def without_copy(x: torch.Tensor) -> torch.Tensor:
 
 def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors in one call; half the time of a loop."""
-    if destinations:
-        try:
+    try:
+        if destinations:
             _copy_all(destinations, sources)
-        except (RuntimeError, AssertionError):  # shards, refused by torch in several ways: their parts in this process
-            _copy_all(list(map(local_part, destinations)), list(map(local_part, sources)))
+    except (RuntimeError, AssertionError):  # conjugate views, and shards, of which the parts in this process are copied
+        _one_by_one("copy_")(map(local_part, destinations), map(local_part, sources))
 
 
 def _one_by_one(method: str) -> Callable[..., None]:
-    def loop(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def loop(destinations: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
         for destination, source in zip(destinations, sources, strict=True):
             getattr(destination, method)(source)
 
@@ -573,10 +573,7 @@ def has_data(*tensors: torch.Tensor) -> bool:
     # Not while torch.compile or FakeTensorMode traces, on the meta device, or under vmap; it can in torch.func.grad.
     if is_compiling() or _dispatch_mode(_FAKE) is not None:
         return False
-    for tensor in tensors:  # noqa: SIM110 - `all` and a generator take longer than the answer
-        if not _is_concrete(tensor):
-            return False
-    return True
+    return all(map(_is_concrete, tensors))
 
 
 def _is_concrete(tensor: torch.Tensor) -> bool:

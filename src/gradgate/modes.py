@@ -42,6 +42,7 @@ __all__ = ["carry_mode", "grad_mode"]
 # --- What is to be restored -----------------------------------------------------------------------------------------
 
 
+Task = asyncio.Task[Any]
 Entry = tuple[bool, bool]
 """Whether autograd recorded before, and whether the mode entered is locked."""
 
@@ -79,18 +80,17 @@ def _note_only_when_locked(self: set_grad_enabled, mode: bool) -> None:
 
 
 def open_lock() -> None:
-    """Count one more lock; with the first, torch's constructor is replaced."""
     locks.append(None)
     _follow_locks()
 
 
 def close_lock() -> None:
-    """Count one lock less; with the last one anywhere, torch is as it was."""
     locks.pop()
     _follow_locks()
 
 
 def _follow_locks() -> None:
+    """Replace torch's constructor with the first lock, and restore it with the last one anywhere."""
     # Without a mutex, which an interrupt could leave locked for ever. Whoever writes looks again afterwards, so that
     # the last one to write, whatever threads did in between, has seen that it fits.
     while (set_grad_enabled.__init__ is _note_only_when_locked) is not bool(locks):
@@ -108,9 +108,7 @@ class Strand:
 
     __slots__ = ("_around", "_locked", "_outer", "_own", "loop", "task")
 
-    def __init__(
-        self, recording: bool, entries: list[Entry], *, locked: bool, task: asyncio.Task[Any] | None = None
-    ) -> None:
+    def __init__(self, recording: bool, entries: list[Entry], locked: bool, task: Task | None = None) -> None:
         self._own = recording, entries
         self._locked = locked
         self.task = task
@@ -137,7 +135,7 @@ class Strand:
 # --- Blocks held over an await --------------------------------------------------------------------------------------
 
 
-bound_tasks: dict[asyncio.Task[Any], Strand] = {}
+bound_tasks: dict[Task, Strand] = {}
 """The tasks that hold a block."""
 _changing = threading.Lock()
 _run_handle = asyncio.Handle._run
@@ -148,7 +146,7 @@ def bind_task() -> None:
     task = asyncio.current_task()
     if task is None or (current.strand is not None and current.strand.loop is running_loop()):
         return
-    strand = Strand(is_grad_enabled(), [], locked=False, task=task)
+    strand = Strand(is_grad_enabled(), [], False, task)
     strand.__enter__()
     with _changing:
         bound_tasks[task] = strand
@@ -197,32 +195,29 @@ DEFERRED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 def in_scope(scope: _Scope, fn: Function) -> Function:
     """Wrap a function of any kind so that its body runs in the mode."""
-    if inspect.iscoroutinefunction(fn):
-        return _coroutine_in(scope, fn)
-    if inspect.isasyncgenfunction(fn):
-        return _async_generator_in(scope, fn)
-    if inspect.isgeneratorfunction(fn):
-        return _generator_in(scope, fn)
+    for is_kind, wrap in zip(_IS_KIND, _WRAP_KIND, strict=True):
+        if is_kind(fn):
+            return wrap(scope, fn)
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with scope:
-            result = fn(*args, **kwargs)
-        return drive(scope, result) if type(result) in DEFERRED else result
+        return run_in(scope, fn, *args, **kwargs)
 
     return wrapped
 
 
-def drive(scope: _Scope, deferred: Any) -> Any:
-    """Run a generator, a coroutine or an async generator in the mode, step by step."""
-    kinds = {types.GeneratorType: _generator_in, types.CoroutineType: _coroutine_in}
-    wrap = kinds.get(type(deferred), _async_generator_in)
-    return wrap(scope, lambda: deferred)()
+def run_in(scope: Any, fn: Function, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in the mode; a generator or coroutine that it returns runs in the mode, too, step by step."""
+    with scope:
+        result = fn(*args, **kwargs)
+    if type(result) not in DEFERRED:
+        return result
+    return _WRAP_KIND[DEFERRED.index(type(result))](scope, lambda: result)()
 
 
 def _strand(scope: _Scope) -> Strand:
     # The first entry stands for the scope itself: what the body enters and leaves comes above it.
-    return Strand(scope.flag, [(scope.flag, scope.locked)], locked=scope.locked)
+    return Strand(scope.flag, [(scope.flag, scope.locked)], scope.locked)
 
 
 def _steps(strand: Strand, inner: Any) -> Generator[Any, Any, Any]:
@@ -287,6 +282,10 @@ def _async_generator_in(scope: _Scope, fn: Function) -> Function:
                 step = inner.asend(sent)
 
     return wrapped
+
+
+_IS_KIND = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+_WRAP_KIND = (_generator_in, _coroutine_in, _async_generator_in)
 
 
 # --- What users call ------------------------------------------------------------------------------------------------
@@ -382,11 +381,7 @@ def grad_mode(flag: bool, fn: Callable[[], Any] | None = None, *, locked: bool =
     if not callable(fn):
         why = "it is called in the mode, so it has to be a function, not what one has returned."
         raise wrong_type(fn, "fn", "grad_mode", why, f"gg.grad_mode({flag}, lambda: model(x))")
-    with grad_mode(flag, locked=locked):
-        result = fn()
-    if type(result) in DEFERRED:
-        return drive(grad_mode(flag, locked=locked), result)
-    return result
+    return run_in(grad_mode(flag, locked=locked), fn)
 
 
 def carry_mode(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -415,11 +410,7 @@ def carry_mode(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         why = "it is called later, in another thread, so it has to be a function."
         fix = "executor.submit(gg.carry_mode(model), x)   # not gg.carry_mode(model(x))"
         raise wrong_type(fn, "fn", "carry_mode", why, fix)
-    return functools.update_wrapper(functools.partial(_run_carried, fn, is_grad_enabled(), is_locked()), fn)
-
-
-def _run_carried(fn: Callable[..., Any], flag: bool, locked: bool, /, *args: Any, **kwargs: Any) -> Any:
-    return grad_mode(flag, functools.partial(fn, *args, **kwargs), locked=locked)
+    return functools.update_wrapper(functools.partial(run_in, _SCOPES[is_grad_enabled(), is_locked()], fn), fn)
 
 
 def _flag_error(flag: object) -> ArgumentTypeError:
@@ -444,22 +435,17 @@ _NO = {"", "0", "false", "no", "off", "none", "eval", "val", "valid", "validatio
 
 
 def _check_decorated(fn: object, flag: bool) -> None:
+    mode = f"gg.grad_mode({flag})"
     if inspect.isclass(fn):
-        raise ArgumentTypeError(
-            f"@grad_mode({flag}) stands on {describe(fn)}.",
-            why="it could mean its constructor or all of its methods.",
-            fix=f"@gg.grad_mode({flag})\ndef forward(self, x): ...   # on each method that is meant",
-        )
-    if isinstance(fn, (classmethod, staticmethod)):
+        what, why = f"stands on {describe(fn)}", "it could mean its constructor or all of its methods."
+        fix = f"@{mode}\ndef forward(self, x): ...   # on each method that is meant"
+    elif isinstance(fn, (classmethod, staticmethod)):
+        what, why = f"stands on a {type(fn).__name__}", "that is not a function yet."
         names = ", ".join(inspect.signature(fn.__func__).parameters)
-        raise ArgumentTypeError(
-            f"@grad_mode({flag}) stands on a {type(fn).__name__}.",
-            why="that is not a function yet.",
-            fix=f"@{type(fn).__name__}\n@gg.grad_mode({flag})\ndef {fn.__func__.__name__}({names}): ...",
-        )
-    if not callable(fn):
-        raise ArgumentTypeError(
-            f"@grad_mode({flag}) was given {describe(fn)}.",
-            why="only a function can be decorated.",
-            fix=f"gg.grad_mode({flag}, lambda: model(x))   # or: with gg.grad_mode({flag}): ...",
-        )
+        fix = f"@{type(fn).__name__}\n@{mode}\ndef {fn.__func__.__name__}({names}): ..."
+    elif not callable(fn):
+        what, why = f"was given {describe(fn)}", "only a function can be decorated."
+        fix = f"gg.grad_mode({flag}, lambda: model(x))   # or: with {mode}: ..."
+    else:
+        return
+    raise ArgumentTypeError(f"@grad_mode({flag}) {what}.", why=why, fix=fix)
