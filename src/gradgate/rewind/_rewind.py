@@ -557,16 +557,12 @@ class Rewind:
             raise ArgumentValueError("Rewind.blame(): batches from before the resume are gone.", why=why)
         now, base = StateSnapshot(self._copier), StateSnapshot(self._copier)
         now.take(0, 0)
-        trials = Trials(
-            step_fn,
-            self._levels.copy(snapshot.levels),
-            lambda high, broken: self._ranks.ask(high, broken)(),
-            [step.data for step in (*self._healthy, *innocent)],
-            self.patience,
-        )
+        probes = [step.data for step in (*self._healthy, *innocent)]
+        levels = self._levels.copy(snapshot.levels)
+        trials = Trials(step_fn, levels, lambda *seen: self._ranks.ask(*seen)(), probes, self.patience, base)
         try:
             snapshot.restore()
-            trials.begin([step.data for step in innocent], base)
+            trials.begin([step.data for step in innocent])
             rows = rows and self._ranks.world_size == 1
             found = trials.blame({step.number: step.data for step in suspects}, rows=rows)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,10 +90,10 @@ class StateSnapshot:
         self.where, self.number = where, number
         copies = _Copies()
         with torch.no_grad():
-            kept = [_copied(_state_of(part), old, copies) for part, old in zip(self._parts, self.kept, strict=True)]
-            self._copier.copy(copies.values())
-        self._sources = {id(copied): source for copied, source in copies.values()}
-        self.kept, self.random = kept, random_state()
+            states = [_state_of(part) for part in self._parts]
+            kept = _mapped(copies.memory_for, states, self.kept)
+            self._copier.copy(copies.pairs())
+        self.kept, self._sources, self.random = kept, copies.sources, random_state()
 
     def restore(self) -> None:
         """Write everything back; the copy stays good, so this can be repeated."""
@@ -191,44 +191,49 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class _Copies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
-    """Copies and what they are made of, by the id of the latter."""
+def _mapped(function: Callable[[torch.Tensor, Any], torch.Tensor], tree: Any, other: Any) -> Any:
+    """Rebuild a tree with a function of each of its tensors and what another tree has in its place; copy the rest."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree, other)
+    if type(tree) in (dict, OrderedDict):
+        named = other if isinstance(other, Mapping) else {}
+        return {key: _mapped(function, part, named.get(key)) for key, part in tree.items()}
+    if type(tree) in (list, tuple):
+        alike = isinstance(other, list | tuple) and len(other) == len(tree)
+        pairs = zip(tree, other if alike else [None] * len(tree), strict=True)
+        return type(tree)([_mapped(function, part, known) for part, known in pairs])
+    return copy.deepcopy(tree)
+
+
+class _Copies:
+    """Copies that are to be made in one call, and what of."""
+
+    # One tensor in two places has one copy, so that it is one tensor again when it is restored.
 
     def __init__(self) -> None:
-        super().__init__()
-        self.used: set[int] = set()
+        self.memory: dict[int, torch.Tensor] = {}  # by the id of the tensor
+        self.sources: dict[int, torch.Tensor] = {}  # by the id of its copy
 
-
-def _copied(value: Any, old: Any, copies: _Copies) -> Any:
-    """Copy a tree; its tensors are paired with memory (an older copy's where it fits), to be copied in one call."""
-    # One tensor in two places has one copy, so that it is one tensor again when it is restored.
-    if isinstance(value, torch.Tensor):
-        if id(value) not in copies:
-            local = local_part(value.detach())
+    def memory_for(self, tensor: torch.Tensor, old: Any) -> torch.Tensor:
+        """Return memory for a copy: that of an older copy where it fits, else on the host, pinned for accelerators."""
+        if id(tensor) not in self.memory:
+            local = local_part(tensor.detach())
             fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (local.shape, local.dtype)
-            memory = old if fits and id(old) not in copies.used else _memory_for(local)
-            copies.used.add(id(memory))
-            copies[id(value)] = memory, value
-        return copies[id(value)][0]
-    if type(value) in (dict, OrderedDict):
-        named = old if isinstance(old, Mapping) else {}
-        return {key: _copied(part, named.get(key), copies) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([_copied(p, known, copies) for p, known in zip(value, _alike(old, value), strict=True)])
-    return copy.deepcopy(value)
+            if not fits or id(old) in self.sources:
+                old = torch.empty_like(local, device="cpu", pin_memory=not local.is_cpu)
+            self.memory[id(tensor)], self.sources[id(old)] = old, tensor
+        return self.memory[id(tensor)]
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(self.memory.values(), self.sources.values(), strict=True))
 
 
 def copy_of(tree: Any) -> Any:
     copies = _Copies()
-    copied = _copied(tree, None, copies)
-    for memory, source in copies.values():
+    copied = _mapped(copies.memory_for, tree, None)
+    for memory, source in copies.pairs():
         memory.copy_(local_part(source.detach()))
     return copied
-
-
-def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Make memory for a copy: on the host, and pinned if the tensor lies on an accelerator."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_cpu)
 
 
 def _put_back(part: Any, kept: Any, sources: dict[int, torch.Tensor]) -> str | None:
@@ -272,9 +277,10 @@ def set_groups(optimizer: torch.optim.Optimizer, groups: list[Any], sources: dic
 
 def _written(value: Any, kept: Any, sources: dict[int, torch.Tensor], device: torch.device | None = None) -> Any:
     """Return what a copy was made of, with the values of the copy."""
+
     # It is the tensor that was copied, not the one that is in its place now: that may be a batch, or in two places.
     # Only after a resume it is that one.
-    if isinstance(kept, torch.Tensor):
+    def write(kept: torch.Tensor, value: Any) -> torch.Tensor:
         if id(kept) not in sources:
             taken = any(value is source for source in sources.values())
             fits = isinstance(value, torch.Tensor) and not taken and value.dtype is kept.dtype
@@ -286,18 +292,8 @@ def _written(value: Any, kept: Any, sources: dict[int, torch.Tensor], device: to
         else:
             local.copy_(kept, non_blocking=True)
         return source
-    if type(kept) in (dict, OrderedDict):
-        named = value if isinstance(value, Mapping) else {}
-        return {key: _written(named.get(key), part, sources, device) for key, part in kept.items()}
-    if type(kept) in (list, tuple):
-        pairs = zip(_alike(value, kept), kept, strict=True)
-        return type(kept)([_written(known, part, sources, device) for known, part in pairs])
-    return copy.deepcopy(kept)
 
-
-def _alike(value: Any, form: Sequence[Any]) -> Sequence[Any]:
-    """Return a value if it has as many elements as a form, else as many times None."""
-    return value if isinstance(value, list | tuple) and len(value) == len(form) else [None] * len(form)
+    return _mapped(write, kept, value)
 
 
 def same_values(one: Any, other: Any) -> bool:

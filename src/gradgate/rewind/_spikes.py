@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,31 +67,20 @@ class Level:
         """Say by how much a value is above the level; nothing if it is not."""
         if not math.isfinite(value):
             return f"the {name} is {value}"
-        if len(self._sorted) < min(WARM_UP, self._window):
+        count = len(self._sorted)
+        if count < min(WARM_UP, self._window):
             return ""
-        middle, spread = self._median_and_mad()
-        spread = max(spread, FLAT * abs(middle)) or max(map(abs, self._sorted))  # mostly 0: the largest
+        middle = (self._sorted[(count - 1) // 2] + self._sorted[count // 2]) / 2
+        flat = FLAT * abs(middle)
+        if value <= middle + self._threshold * flat:  # most are, and the MAD takes longer to find
+            return ""
+        spread = max(self._mad(middle), flat) or max(map(abs, self._sorted))  # mostly 0: the largest
         if not spread or value <= middle + self._threshold * spread:
             return ""
         return f"the {name} is {value:.4g}, above {middle:.4g} + {self._threshold:g} x {spread:.3g}"
 
-    def _median_and_mad(self) -> tuple[float, float]:
-        values = self._sorted
-        count = len(values)
-        middle = (values[(count - 1) // 2] + values[count // 2]) / 2
-        # Deviations to the left and to the right are sorted each; the one in the middle of both is found by halving.
-        split, wanted = bisect_right(values, middle), (count - 1) // 2
-        low, high = max(0, wanted + 1 - (count - split)), min(split, wanted + 1)
-        while low < high:  # how many of the `wanted` + 1 smallest lie on the left
-            left = (low + high) // 2
-            if middle - values[split - 1 - left] < values[split + wanted - left] - middle:
-                low = left + 1
-            else:
-                high = left
-        right = wanted + 1 - low
-        return middle, max(
-            middle - values[split - low] if low else 0.0, values[split + right - 1] - middle if right else 0.0
-        )
+    def _mad(self, middle: float) -> float:
+        return sorted(abs(value - middle) for value in self._sorted)[(len(self._sorted) - 1) // 2]
 
 
 class Levels:
@@ -107,9 +96,9 @@ class Levels:
     def values(self) -> list[list[float]]:
         return [list(level.recent) for level in self._levels]
 
-    def copy(self, values: Iterable[Iterable[float]] | None = None) -> Levels:
-        """Return levels with the same rules, and the same or other values."""
-        return Levels(*self._rules, self.values() if values is None else values)
+    def copy(self, values: Iterable[Iterable[float]]) -> Levels:
+        """Return levels with the same rules and other values."""
+        return Levels(*self._rules, values)
 
     def judge(self, loss: float, norm: float | None) -> tuple[str, bool]:
         """Say by how much a value is above its level, nothing if none is; and whether one is not finite."""
@@ -149,38 +138,31 @@ class Culprits:
         many = f"{self.trials} trial{'' if self.trials == 1 else 's'}"
         if not self.steps:
             return f"the spike does not come again ({many}): no batch is to blame"
-        named = [
-            f"step {step}" + (f" (rows {listed(self.rows[step])})" if step in self.rows else "") for step in self.steps
-        ]
-        text = ("together: " if self.together else "") + ", ".join(named)
+        rows = {step: f" (rows {listed(rows)})" for step, rows in self.rows.items()}
+        text = ("together: " if self.together else "") + ", ".join(f"step {n}{rows.get(n, '')}" for n in self.steps)
         return text + (f"; samples {listed(self.sample_ids)}" if self.sample_ids else "") + f"; {many}"
 
 
 Step = list[Any]  # the batches of a step
 
 
+@dataclass(slots=True)
 class Trials:
     """Trains on some of the suspects, again and again from the same weights."""
 
-    def __init__(
-        self,
-        step_fn: Callable[..., Any],
-        levels: Levels,
-        agree: Callable[[bool, bool], tuple[bool, bool]],
-        probes: Sequence[Step],
-        patience: int,
-    ) -> None:
-        self._step_fn, self._levels, self._agree = step_fn, levels, agree
-        self._probes, self._patience = probes, patience
-        self._base: StateSnapshot | None = None
-        self.count = 0
+    step_fn: Callable[..., Any]
+    levels: Levels
+    agree: Callable[[bool, bool], tuple[bool, bool]]
+    probes: Sequence[Step]
+    patience: int
+    base: StateSnapshot
+    count: int = 0
 
-    def begin(self, innocent: Sequence[Step], base: StateSnapshot) -> None:
+    def begin(self, innocent: Sequence[Step]) -> None:
         """Train on the innocent steps before the suspects, and keep the state after them."""
         for step in innocent:
-            self._levels.add(*self._train(step))
-        base.take(0, 0)
-        self._base = base
+            self.levels.add(*self._train(step))
+        self.base.take(0, 0)
 
     def blame(self, suspects: Mapping[int, Step], *, rows: bool) -> Culprits:
         """Halve the suspects until single ones are left, and then their rows."""
@@ -222,19 +204,18 @@ class Trials:
 
     def _spikes(self, steps: Sequence[Step], many: int) -> bool:
         """Train on some steps and on the probes after them; return whether the loss spikes."""
-        assert self._base is not None
-        self._base.restore()
+        self.base.restore()
         self.count += 1
         run = 0
-        for step in (*steps, *islice(cycle(self._probes), max(many, self._patience) if self._probes else 0)):
-            reason, broken = self._levels.judge(*self._train(step))
-            high, broken = self._agree(bool(reason), broken)
+        for step in (*steps, *islice(cycle(self.probes), max(many, self.patience))):
+            reason, broken = self.levels.judge(*self._train(step))
+            high, broken = self.agree(bool(reason), broken)
             run = run + 1 if high else 0
-            if broken or run >= self._patience:
+            if broken or run >= self.patience:
                 return True
         return False
 
     def _train(self, step: Step) -> tuple[float, float | None]:
-        result = self._step_fn(*step)
+        result = self.step_fn(*step)
         loss, norm = result if isinstance(result, tuple) else (result, None)
         return Reading(loss, norm).values()
