@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import sleep
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
+from gradgate._loader_link import LoaderIds
 from gradgate._source import raising_line
 from gradgate._text import as_text, class_name, log_line, text_of
 from gradgate.errors import ArgumentValueError
@@ -58,25 +59,12 @@ class Attempts:
     retries: int = 0
     backoff: float = 0.0
 
-    def load(self, load: Callable[[int], Any], index: Any) -> tuple[Any, BadSample | None]:
-        """Load one sample; give it or its marker, and the marker of what went wrong before a retry passed."""
-        samples, retried = self.load_all(load, [index])
-        return samples[0], retried.get(0)
-
-    def load_all(self, load: Callable[[int], Any], indices: Sequence[Any]) -> tuple[list[Any], dict[int, BadSample]]:
-        """Load samples by their rows; give samples or markers, and by row the markers of what passed at a retry."""
-        samples: list[Any] = []
-        retried: dict[int, BadSample] = {}
-        errors: list[Exception] = []  # of the sample at hand
-        while len(samples) < len(indices):
+    def load(self, load: Callable[[], Any], index: Any) -> tuple[Any, BadSample | None]:
+        """Load a sample; return it or its marker, and the marker of what went wrong before a retry passed."""
+        errors: list[Exception] = []
+        while True:
             try:
-                # The loop is inside: on the healthy path it costs what the plain loader's does.
-                for row in range(len(samples), len(indices)):
-                    samples.append(load(row))
-                    if errors:
-                        cause, tries = "exception, gone at a retry", len(errors)
-                        retried[row] = mark(errors[0], indices[row], cause, transient=True, retries=tries)
-                        errors = []
+                sample = load()
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except (*self.catch, *self.retry_on) as error:
@@ -86,9 +74,11 @@ class Attempts:
                     continue
                 if not isinstance(error, self.catch):
                     raise
-                samples.append(mark(error, indices[len(samples)]))
-                errors = []
-        return samples, retried
+                return mark(error, index), None
+            if not errors:
+                return sample, None
+            cause = "exception, gone at a retry"
+            return sample, mark(errors[0], index, cause, transient=True, retries=len(errors))
 
 
 def mark(
@@ -124,11 +114,9 @@ def names_for(dataset: Any, ids: Names, function: str, *, more: bool = False) ->
     if isinstance(ids, Sequence) and not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__"):
         samples = len(dataset)
         if len(ids) < samples or (len(ids) > samples and not more):
-            raise ArgumentValueError(
-                f"{function}(): there are {len(ids)} names in `ids`, but {samples} samples.",
-                why="each sample has one name.",
-                fix="ids=[name_of(index) for index in range(len(dataset))]",
-            )
+            what = f"{function}(): there are {len(ids)} names in `ids`, but {samples} samples."
+            fix = "ids=[name_of(index) for index in range(len(dataset))]"
+            raise ArgumentValueError(what, why="each sample has one name.", fix=fix)
     return getattr(dataset, "sample_id", None) if ids is None else ids
 
 
@@ -149,21 +137,25 @@ class LoadingLog:
     def incidents(self) -> tuple[Incident, ...]:
         return tuple(self._incidents)
 
-    def name(self, index: Any) -> str | None:
-        """Return the id of a sample; None if it is not known which sample it is."""
-        return None if index is None else name_of(self._names, index)
+    def describe(self, source: object) -> str:
+        left_out = sum(not incident.transient for incident in self._incidents)
+        return f"<resilient {type(source).__name__}: {left_out} samples left out>"
+
+    def ids(self, indices: Iterable[Any]) -> LoaderIds:
+        """Return the ids of samples; None if it is not known which sample it is."""
+        return LoaderIds(None if index is None else name_of(self._names, index) for index in indices)
 
     def noted(self, bad: BadSample) -> BadSample:
         """Write down one bad sample, and give it with its id."""
-        (incident,) = self.record([bad])
-        return replace(bad, incident=incident)
+        self.record([bad])
+        return replace(bad, incident=self._incidents[-1])
 
-    def record(self, bad: Sequence[BadSample], rows: Sequence[int | None] = (None,), **common: Any) -> list[Incident]:
+    def record(self, bad: Sequence[BadSample], rows: Sequence[int | None] = (None,), **common: Any) -> None:
         """Write down the bad samples of one batch, with what they share, such as step and epoch."""
         common["rank"], common["world_size"] = this_rank()
         incidents = []
-        for marker, row in zip(bad, rows, strict=True):
-            incident = replace(marker.incident, sample_id=self.name(marker.index), row=row, **common)
+        for marker, row, name in zip(bad, rows, self.ids(marker.index for marker in bad), strict=True):
+            incident = replace(marker.incident, sample_id=name, row=row, **common)
             end = "loaded at a retry" if incident.transient else "left out while loading"
             what = f"{incident.exception_type}: {incident.message} ({incident.where or incident.cause})"
             log_line(f"sample {incident.sample_id} {end}: {what}")
@@ -173,7 +165,6 @@ class LoadingLog:
         self._incidents += incidents
         if self.sink is not None and incidents:
             self.sink.record_many(incidents)
-        return incidents
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -7,6 +7,7 @@ main process takes them apart again. A plain tuple of the two goes through pinni
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,8 +68,7 @@ class _Noting(Around):
         return self._log.incidents
 
     def __repr__(self) -> str:
-        left_out = sum(not incident.transient for incident in self.incidents)
-        return f"<resilient {type(self._dataset).__name__}: {left_out} samples left out>"
+        return self._log.describe(self._dataset)
 
     def _noted(self, sample: Any) -> Any:
         return self._log.noted(sample) if isinstance(sample, BadSample) else sample
@@ -91,7 +91,7 @@ class ResilientDataset(_Noting, Dataset[Any]):
     """
 
     def __getitem__(self, index: Any) -> Any:
-        sample, retried = self._attempts.load(lambda _: self._dataset[index], index)
+        sample, retried = self._attempts.load(lambda: self._dataset[index], index)
         self._noted(retried)
         return self._noted(sample)
 
@@ -129,7 +129,7 @@ def _steps(stream: Any, attempts: Attempts) -> Iterator[tuple[Any, Any]]:
     number = 0
     while True:
         name = number if worker is None else f"{worker.id}:{number}"
-        sample, _ = once.load(lambda _: next(within, _END), name)
+        sample, _ = once.load(lambda: next(within, _END), name)
         if sample is _END:
             return
         if isinstance(sample, BadSample) and inspect.isgenerator(within):
@@ -150,7 +150,7 @@ class Report:
     indices: list[Any]
     samples: list[Any]
     skipped: list[BadSample] = field(default_factory=list)
-    retried: list[tuple[int | None, BadSample]] = field(default_factory=list)
+    retried: Sequence[tuple[int | None, BadSample]] = ()
     bad: dict[int, BadSample] = field(default_factory=dict)
 
     @property
@@ -168,8 +168,9 @@ class FetchingDataset(Around, Dataset[Any]):
 
     def __getitem__(self, order: Order) -> Report:
         indices = [index.index if isinstance(index, BadSample) else index for index in order]
-        samples, retried = self._attempts.load_all(partial(self._load, order), indices)
-        return Report(indices, samples, retried=[*retried.items()])
+        loaded = [self._attempts.load(partial(self._load, order, row), index) for row, index in enumerate(indices)]
+        retried = [(row, marker) for row, (_, marker) in enumerate(loaded) if marker is not None]
+        return Report(indices, [sample for sample, _ in loaded], retried=retried)
 
     def __getitems__(self, order: Order) -> Report:
         together = getattr(self._dataset, "__getitems__", None)
@@ -179,14 +180,14 @@ class FetchingDataset(Around, Dataset[Any]):
             self._board.note(WHOLE_BATCH, order.places[0])
         indices = list(order)
         once = Attempts((*self._attempts.catch, *self._attempts.retry_on))
-        samples, _ = once.load(lambda _: list(together(indices)), None)
+        samples, _ = once.load(lambda: list(together(indices)), None)
         if not isinstance(samples, BadSample):
             # It may give fewer or more; then which is which is unknown, and the batch is what it returned.
             return Report(indices if len(samples) == len(indices) else [None] * len(samples), samples)
         fetched = self[order]
         if not fetched.retried and not any(isinstance(sample, BadSample) for sample in fetched.samples):
             incident = replace(samples.incident, cause="exception, gone at a retry", transient=True)
-            fetched.retried.append((None, replace(samples, incident=incident)))
+            fetched.retried = [(None, replace(samples, incident=incident))]
         return fetched
 
     def _load(self, order: Order, row: int) -> Any:
@@ -334,13 +335,6 @@ def _fitting(trial: _Trial, rows: list[int]) -> list[int]:
     return kept
 
 
-class _Discard:
-    """A file that keeps nothing."""
-
-    def write(self, data: Any) -> None:
-        """Do nothing."""
-
-
 class _SendablePickler(ForkingPickler):
     """Pickles as a worker's queue does, without what is in tensors."""
 
@@ -353,7 +347,8 @@ class _SendablePickler(ForkingPickler):
 def check_sendable(batch: Any) -> None:
     """Make sure that a worker can send a batch: what cannot be pickled never arrives, and the loop waits for it."""
     try:
-        _SendablePickler(_Discard()).dump(batch)
+        with open(os.devnull, "wb") as nowhere:
+            _SendablePickler(nowhere).dump(batch)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:

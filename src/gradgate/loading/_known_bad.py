@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from copy import copy
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from typing import Any, TypeVar, cast
 
 import torch.distributed
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from gradgate._names import describe
+from gradgate._checks import wrong_type
 from gradgate._text import user_level
 from gradgate.errors import ArgumentTypeError, LedgerError, LedgerWarning
 from gradgate.ledger import Ledger
@@ -83,11 +83,9 @@ def without(
         ['a', 'c']
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ArgumentTypeError(
-            f"without(): `dataset` is {describe(dataset)}.",
-            why="samples are left out by their index, and a stream has none.",
-            fix="bad = ledger.bad_ids(); (sample for sample in dataset if name_of(sample) not in bad)",
-        )
+        why = "samples are left out by their index, and a stream has none."
+        fix = "bad = ledger.bad_ids(); (sample for sample in dataset if name_of(sample) not in bad)"
+        raise wrong_type(dataset, "dataset", "without", why, fix)
     names = names_for(dataset, ids, "without")
     if isinstance(ledger, Ledger) or os.path.exists(ledger):
         book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
@@ -140,17 +138,13 @@ class QuarantineSampler(Sampler[Any]):
         # One that shares samples as torch's own does can do it again without some.
         if getattr(sampler, "num_replicas", 1) > 1 and type(sampler).__iter__ is not DistributedSampler.__iter__:
             name = type(sampler).__name__
-            raise ArgumentTypeError(
-                f"QuarantineSampler(): `sampler` is a {name}, which shares samples among ranks in its own way.",
-                why="the ranks would have different numbers of batches, and wait for each other without end.",
-                fix=f"{name}(gg.without(dataset, ledger), ...)   # before they are shared",
-            )
-        self.sampler = sampler
+            what = f"QuarantineSampler(): `sampler` is a {name}, which shares samples among ranks in its own way."
+            why = "the ranks would have different numbers of batches, and wait for each other without end."
+            fix = f"{name}(gg.without(dataset, ledger), ...)   # before they are shared"
+            raise ArgumentTypeError(what, why=why, fix=fix)
+        self.sampler, self.ids = sampler, ids
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
-        self.ids = ids
-        self.min_count = min_count
-        self.cause = cause
-        self.retry_after = retry_after
+        self.min_count, self.cause, self.retry_after = min_count, cause, retry_after
         self.epoch = 0
         self._length: int | None = None
         self._given = 0
@@ -224,7 +218,7 @@ class QuarantineSampler(Sampler[Any]):
 
     def _count(self, sampler: Sampler[Any]) -> int:
         if isinstance(sampler, DistributedSampler):
-            return _share_size(len(self._good_of(sampler)), sampler)
+            return len(self._share(sampler))
         if isinstance(sampler, SubsetRandomSampler):
             return sum(self._is_good(index) for index in sampler.indices)
         length = len(sampler)  # type: ignore[arg-type] # A sampler without a length says so itself.
@@ -236,20 +230,15 @@ class QuarantineSampler(Sampler[Any]):
     def _is_good(self, index: int) -> bool:
         return name_of(self.ids, index) not in self._bad
 
-    def _good_of(self, sampler: DistributedSampler[Any]) -> list[int]:
-        """Return the good indexes of all ranks in the order that the sampler has for this epoch."""
-        alone = copy(sampler)
-        alone.num_replicas, alone.rank = 1, 0
-        alone.num_samples = alone.total_size = len(sampler.dataset)  # type: ignore[arg-type]
-        return [index for index in alone if self._is_good(index)]
-
-    def _share(self, sampler: DistributedSampler[Any]) -> Iterator[int]:
+    def _share(self, sampler: DistributedSampler[Any]) -> list[int]:
         """Share the good ones among the ranks as the sampler does: the rest dropped, or filled up from the start."""
-        good = self._good_of(sampler)
-        size = _share_size(len(good), sampler) * sampler.num_replicas
-        if good:
-            good = (good * (size // len(good) + 1))[:size]
-        yield from good[sampler.rank :: sampler.num_replicas]
+        whole = copy(sampler)  # the indexes of all ranks, in the order of this epoch
+        whole.num_replicas, whole.rank = 1, 0
+        whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+        good = [index for index in whole if self._is_good(index)]
+        ranks = sampler.num_replicas
+        size = (len(good) if sampler.drop_last else len(good) + ranks - 1) // ranks * ranks
+        return list(islice(cycle(good), size))[sampler.rank :: ranks]
 
     def _begin(self) -> None:
         """Read what is bad, agree on it with the other ranks, and record the decisions."""
@@ -274,11 +263,6 @@ def _warning_only() -> Iterator[None]:
         yield
     except LedgerError as error:
         warnings.warn(f"the quarantine stays as it was: {error}", LedgerWarning, stacklevel=user_level())
-
-
-def _share_size(count: int, sampler: DistributedSampler[Any]) -> int:
-    """Count how many of `count` samples each rank has."""
-    return count // sampler.num_replicas if sampler.drop_last else -(-count // sampler.num_replicas)
 
 
 def _union(mine: set[str]) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
 from gradgate._checks import wrong_type, wrong_value
-from gradgate._loader_link import GivenBatches, LoaderIds
+from gradgate._loader_link import GivenBatches
 from gradgate._names import describe, listed
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, TooManyBadSamples
 from gradgate.ledger import Ledger
@@ -99,7 +99,7 @@ class ResilientLoader(Generic[Batch]):
         self._given = GivenBatches(log.sink)
         self._last: list[Any] = []
         self._resume: Mapping[str, Any] | None = None
-        self._progress: tuple[Sequence[torch.Tensor], Counted] | None = None  # of the epoch that began most recently
+        self._progress: Counted | None = None  # of the epoch that began most recently
         self._even = False  # whether a batch of which nothing could be loaded is given, as `_empty_batch`
         self._empty_batch: Any = None
         self.exceptions: dict[str, Exception] = {}
@@ -117,7 +117,7 @@ class ResilientLoader(Generic[Batch]):
         A guard needs no help to find the ids of its batches. Behind a wrapper that loads ahead these are those of a
         later batch.
         """
-        ids = _ids(self._log, self._last)
+        ids = self._log.ids(self._last)
         ids.source = self._given
         return ids
 
@@ -139,11 +139,10 @@ class ResilientLoader(Generic[Batch]):
         """
         several = this_rank()[1] > 1
         if several and type(prepared).__name__ == "DataLoaderDispatcher":
-            raise ArgumentTypeError(
-                "resilient(): the loader is a DataLoaderDispatcher, in which one process loads for all.",
-                why="it cuts each batch into equal parts, and would lose rows of a batch that is short.",
-                fix="Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))",
-            )
+            what = "resilient(): the loader is a DataLoaderDispatcher, in which one process loads for all."
+            why = "it cuts each batch into equal parts, and would lose rows of a batch that is short."
+            fix = "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
+            raise ArgumentTypeError(what, why=why, fix=fix)
         prepared.base_dataloader = self.again_around(prepared.base_dataloader, several=several)
         return prepared
 
@@ -162,11 +161,9 @@ class ResilientLoader(Generic[Batch]):
             ArgumentValueError: Several processes load, with `refill`.
         """
         if several and self._refill:
-            raise ArgumentValueError(
-                "resilient(): `refill` is True, and several processes load.",
-                why="the one that has fewer samples would have fewer batches, and the others would wait for it.",
-                fix="gg.resilient(loader, refill=False)",
-            )
+            what = "resilient(): `refill` is True, and several processes load."
+            why = "the one that has fewer samples would have fewer batches, and the others would wait for it."
+            raise ArgumentValueError(what, why=why, fix="gg.resilient(loader, refill=False)")
         own = self._like(loader)
         own._even, own._empty_batch = several or self._even, nothing
         return own
@@ -196,8 +193,7 @@ class ResilientLoader(Generic[Batch]):
         self._inner = self._reporting_loader(self._asking)
 
     def __repr__(self) -> str:
-        left_out = sum(not incident.transient for incident in self.incidents)
-        return f"<resilient {type(self._loader).__name__}: {left_out} samples left out>"
+        return self._log.describe(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch is as plain values and tensors, to be saved with a checkpoint.
@@ -214,11 +210,9 @@ class ResilientLoader(Generic[Batch]):
             True
         """
         if not self._loader.in_order:
-            raise ArgumentValueError(
-                "ResilientLoader.state_dict(): the loader has in_order=False.",
-                why="the batches that were given so far are not the first of the epoch.",
-                fix="DataLoader(dataset, in_order=True)",
-            )
+            what = "ResilientLoader.state_dict(): the loader has in_order=False."
+            why = "the batches that were given so far are not the first of the epoch."
+            raise ArgumentValueError(what, why=why, fix="DataLoader(dataset, in_order=True)")
         state: dict[str, Any] = {
             **self._given.state_dict(),
             "skipped": self.skipped,
@@ -229,8 +223,7 @@ class ResilientLoader(Generic[Batch]):
             return {**state, "random": random_states(self._loader)}
         if (quarantine := self._quarantine()) is not None:
             state["quarantine"] = {**quarantine.state_dict(), "given": 0}
-        random, requests = self._progress
-        return {**state, "position": tuple(requests.settled), "random": random}
+        return {**state, "position": tuple(self._progress.settled), "random": self._progress.random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next epoch go on where a saved one was: the batches that it had not given yet, in their order.
@@ -267,11 +260,10 @@ class ResilientLoader(Generic[Batch]):
     def _epoch(self, random: Sequence[torch.Tensor], start: Position | None = None) -> Iterator[Batch]:
         # At once, as in torch: the workers start, and their seed is drawn.
         batches: Iterator[tuple[Any, Report]]
-        requests: Counted
         if self._asking is None or not self._loader.in_order:
             start = start or Position()
             batches = islice(iter(self._inner), start.batches, None)
-            requests = Counted(start, None if self._asking is None else self._asking.requests)
+            self._progress = Counted(start, None if self._asking is None else self._asking.requests)
         else:
             self._asking.start = start
             if self._worker_timeout is None:
@@ -283,14 +275,12 @@ class ResilientLoader(Generic[Batch]):
                 batches = WatchedEpoch(inner, self._reporting_loader, self._asking, limit, self._record)
                 requests = batches.requests
             requests.begin()
-        self._progress = progress = random, requests
-        return self._epoch_of(batches, progress)
+            self._progress = requests
+        self._progress.random = random
+        return self._epoch_of(batches, self._progress)
 
-    def _epoch_of(
-        self, batches: Iterator[tuple[Any, Report]], progress: tuple[Sequence[torch.Tensor], Counted]
-    ) -> Iterator[Batch]:
-        streak = _BadStreak(self._patience)
-        _, requests = progress
+    def _epoch_of(self, batches: Iterator[tuple[Any, Report]], requests: Counted) -> Iterator[Batch]:
+        streak = _BadStreak(self._patience, self._log)
         self._given.epochs_under_way += 1
         try:
             while True:
@@ -298,7 +288,7 @@ class ResilientLoader(Generic[Batch]):
                     if self._is_ready(report, requests, streak):
                         self._last = kept = report.kept
                         given: Any = batch if kept else self._empty_batch
-                        self._given.add(given, partial(_ids, self._log, kept))
+                        self._given.add(given, partial(self._log.ids, kept))
                         yield given
                 if not isinstance(requests, Requests) or not requests.more():
                     break
@@ -307,7 +297,7 @@ class ResilientLoader(Generic[Batch]):
                     batches.again()
                 elif self._asking is not None:
                     batches, _ = self._asking.begin(self._inner, requests)
-            if self._progress is progress:
+            if self._progress is requests:
                 self._progress = None
             streak.close()
         finally:
@@ -328,8 +318,8 @@ class ResilientLoader(Generic[Batch]):
         if report.bad or report.skipped:
             rows = requests.mark_bad(asked, report.bad) if known else list(report.bad)
             bad = [*report.skipped, *(report.bad[row] for row in rows)]
-            incidents = self._record(bad, [*[None] * len(report.skipped), *rows])
-            streak.count(report, dict(zip(map(id, bad), incidents, strict=True)))
+            self._record(bad, [*[None] * len(report.skipped), *rows])
+            streak.count(report)
         else:
             streak.reset()
         if report.retried:
@@ -342,30 +332,28 @@ class ResilientLoader(Generic[Batch]):
             return self._even and bool(report.indices)
         return not (self._refill and self._loader.drop_last and good < self._size)
 
-    def _record(self, markers: list[BadSample], rows: list[int | None]) -> list[Incident]:
-        incidents = self._log.record(markers, rows, **self._given.position())
-        for marker, incident in zip(markers, incidents, strict=True):
-            if marker.exception is not None:
-                self.exceptions[incident.id] = marker.exception
-        return incidents
+    def _record(self, markers: list[BadSample], rows: list[int | None]) -> None:
+        self._log.record(markers, rows, **self._given.position())
+        self.exceptions |= {one.incident.id: one.exception for one in markers if one.exception is not None}
 
     def _reporting_loader(self, asking: Asking | None, workers: int | None = None) -> DataLoader[tuple[Any, Report]]:
         """Make a loader with the settings of the user's, that gives reports along with its batches."""
         loader, attempts, watched = self._loader, self._attempts, self._worker_timeout
-        batched = loader.batch_sampler is not None
         workers = loader.num_workers if workers is None else workers
         board = None if watched is None else Board(workers)
-        settings: dict[str, Any] = {
-            "num_workers": workers,
-            "collate_fn": Gather(loader.collate_fn, batched, attempts.catch, board),
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout if watched is None else min(watched / 10, 0.2),  # between two checks
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "generator": loader.generator,
-            "persistent_workers": loader.persistent_workers,
-            "in_order": loader.in_order,
-        }
+        kept = (
+            "generator",
+            "in_order",
+            "multiprocessing_context",
+            "persistent_workers",
+            "pin_memory",
+            "worker_init_fn",
+        )
+        settings: dict[str, Any] = {name: getattr(loader, name) for name in kept}
+        settings["num_workers"], settings["timeout"] = workers, loader.timeout
+        settings["collate_fn"] = Gather(loader.collate_fn, loader.batch_sampler is not None, attempts.catch, board)
+        if watched is not None:
+            settings["timeout"] = min(watched / 10, 0.2)  # between two checks
         if workers:
             settings["prefetch_factor"] = loader.prefetch_factor
         if asking is None:
@@ -378,17 +366,17 @@ class ResilientLoader(Generic[Batch]):
 class _BadStreak:
     """Counts bad samples in a row, and raises when it is the code that is bad."""
 
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
+    def __init__(self, patience: int, log: LoadingLog) -> None:
+        self._patience, self._log = patience, log
         self._good = False
-        self._row: list[tuple[BadSample, Incident | None]] = []
+        self._row: list[BadSample] = []
 
-    def count(self, report: Report, incidents: dict[int, Incident]) -> None:
+    def count(self, report: Report) -> None:
         for outcome in (*report.skipped, *map(report.bad.get, range(len(report.indices)))):
             if outcome is None:
                 self.reset()
             else:
-                self._row.append((outcome, incidents.get(id(outcome))))
+                self._row.append(outcome)
             if len(self._row) >= self._patience:
                 self._raise(f"{len(self._row)} samples in a row could not be loaded.")
 
@@ -401,66 +389,53 @@ class _BadStreak:
             self._raise(f"none of the {len(self._row)} samples could be loaded.")
 
     def _raise(self, what: str) -> None:
-        first = self._row[0][0]
-        incidents = [incident for _, incident in self._row if incident is not None]
+        error, first = self._row[0].exception, self._row[0].incident
+        row = {one.incident.id for one in self._row}
+        incidents = [incident for incident in self._log.incidents if incident.id in row]
         evidence = TooManyBadSamples(
-            f"resilient(): {what} The first: sample {first.incident.sample_id}, {first.incident.exception_type}: "
-            f"{first.incident.message} ({first.incident.where}).",
+            f"resilient(): {what} The first: sample {first.sample_id}, {first.exception_type}: {first.message} "
+            f"({first.where}).",
             why="when every sample fails the fault is in the code or the storage; leaving all out would hide it.",
             fix=f"gg.resilient(loader, patience={4 * self._patience})   # if they really are that many: "
             f"{listed([incident.sample_id for incident in incidents])}",
             incidents=incidents,
         )
-        if first.exception is None:
+        if error is None:
             raise evidence
         with suppress(Exception):  # a class may forbid notes; the evidence has the place and the text
-            first.exception.add_note(first.incident.details["traceback"])
-        raise first.exception from evidence
-
-
-def _ids(log: LoadingLog, indices: list[Any]) -> LoaderIds:
-    return LoaderIds(map(log.name, indices))
+            error.add_note(first.details["traceback"])
+        raise error from evidence
 
 
 def _check(loader: DataLoader[Any], refill: bool, worker_timeout: float | None) -> None:
     own_state = hasattr(loader, "state_dict") and not hasattr(loader.dataset, "state_dict")  # torchdata's; we have ours
     if type(loader).__iter__ is not DataLoader.__iter__ and not own_state:
-        raise ArgumentTypeError(
-            f"resilient(): {type(loader).__name__} has an __iter__ of its own.",
-            why="it would be lost: a resilient loader asks a plain DataLoader of the same settings.",
-            fix="gg.resilient(dataset)   # with collate_fn=gg.collate",
-        )
+        what = f"resilient(): {type(loader).__name__} has an __iter__ of its own."
+        why = "it would be lost: a resilient loader asks a plain DataLoader of the same settings."
+        raise ArgumentTypeError(what, why=why, fix="gg.resilient(dataset)   # with collate_fn=gg.collate")
     if refill and not loader.in_order:
-        raise ArgumentValueError(
-            "resilient(): `refill` is True, and the loader has in_order=False.",
-            why="a batch is filled up with the samples after it, so there must be an order.",
-            fix="gg.resilient(loader, refill=False)",
-        )
+        what = "resilient(): `refill` is True, and the loader has in_order=False."
+        why = "a batch is filled up with the samples after it, so there must be an order."
+        raise ArgumentValueError(what, why=why, fix="gg.resilient(loader, refill=False)")
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
-        raise ArgumentTypeError(
-            f"resilient(): the dataset is {describe(loader.dataset)}, a data pipe.",
-            why="torch gives its random seeds to data pipes only, not to what is around them.",
-            fix="a Dataset or IterableDataset",
-        )
+        what = f"resilient(): the dataset is {describe(loader.dataset)}, a data pipe."
+        why = "torch gives its random seeds to data pipes only, not to what is around them."
+        raise ArgumentTypeError(what, why=why, fix="a Dataset or IterableDataset")
     if worker_timeout is None:
         return
+    given = "resilient(): `worker_timeout` is given, and the"
     if isinstance(loader.dataset, IterableDataset):
-        raise ArgumentTypeError(
-            f"resilient(): `worker_timeout` is given, and the dataset is {describe(loader.dataset)}, a stream.",
-            why="what a stream has read is lost with its worker; a new one would begin at its start.",
-            fix="gg.resilient(loader)   # or a Dataset with __getitem__",
-        )
-    for wrong, setting, why, fix in (
+        what = f"{given} dataset is {describe(loader.dataset)}, a stream."
+        why = "what a stream has read is lost with its worker; a new one would begin at its start."
+        raise ArgumentTypeError(what, why=why, fix="gg.resilient(loader)   # or a Dataset with __getitem__")
+    for wrong, setting, why, right in (
         (not loader.num_workers, "num_workers", "only a process that is not the worker survives a sample.", 2),
         (not loader.in_order, "in_order", "the order of the batches tells what a lost worker was asked for.", True),
         (bool(loader.timeout), "timeout", "the loader's own timeout ends the epoch.", 0),
     ):
         if wrong:
-            raise ArgumentValueError(
-                f"resilient(): `worker_timeout` is given, and the loader has {setting}={getattr(loader, setting)}.",
-                why=why,
-                fix=f"DataLoader(dataset, {setting}={fix})",
-            )
+            what = f"{given} loader has {setting}={getattr(loader, setting)}."
+            raise ArgumentValueError(what, why=why, fix=f"DataLoader(dataset, {setting}={right})")
 
 
 class _DatasetOptions(TypedDict, total=False):
@@ -560,11 +535,11 @@ def resilient(
         why = "it is the number of seconds that a worker may take for one sample; None for no limit."
         raise wrong_value(worker_timeout, "worker_timeout", "resilient", why, "worker_timeout=30")
     if sink is not None and ledger is not None:
-        raise ArgumentValueError(
+        what, why = (
             "resilient(): `sink` and `ledger` are both given.",
-            why="a ledger is a sink; incidents go to one of them.",
-            fix='gg.resilient(loader, ledger="run.ledger")',
+            "a ledger is a sink; incidents go to one of them.",
         )
+        raise ArgumentValueError(what, why=why, fix='gg.resilient(loader, ledger="run.ledger")')
     if sink is not None and not isinstance(sink, Sink):
         why = "a sink takes incidents by record_many(incidents, payloads=None)."
         raise wrong_type(sink, "sink", "resilient", why, 'gg.resilient(loader, ledger="run.ledger")')
@@ -580,11 +555,9 @@ def resilient(
         why = "it stands around a torch.utils.data.DataLoader, or a dataset."
         raise wrong_type(source, "source", "resilient", why, "gg.resilient(torch.utils.data.DataLoader(dataset))")
     if refill or patience is not None or worker_timeout is not None:
-        raise ArgumentValueError(
-            "resilient(): `refill`, `patience` and `worker_timeout` are for a loader, the source is a dataset.",
-            why="a dataset answers for one sample at a time.",
-            fix="gg.resilient(DataLoader(dataset, ...), refill=True)",
-        )
+        what = "resilient(): `refill`, `patience` and `worker_timeout` are for a loader, the source is a dataset."
+        fix = "gg.resilient(DataLoader(dataset, ...), refill=True)"
+        raise ArgumentValueError(what, why="a dataset answers for one sample at a time.", fix=fix)
     around = ResilientStream if isinstance(source, IterableDataset) else ResilientDataset
     return around(source, attempts, LoadingLog(source, ids, sink))
 
@@ -597,9 +570,7 @@ def _classes(argument: str, given: Any) -> Catch:
     classes = given if isinstance(given, tuple) else (given,)
     for one in classes:
         if not (isinstance(one, type) and issubclass(one, Exception)):
-            raise ArgumentTypeError(
-                f"resilient(): `{argument}` has {one!r}.",
-                why="only classes of exceptions can be caught; KeyboardInterrupt and SystemExit always pass.",
-                fix=f"{argument}=(OSError, ValueError)",
-            )
+            why = "only classes of exceptions can be caught; KeyboardInterrupt and SystemExit always pass."
+            what, fix = f"resilient(): `{argument}` has {one!r}.", f"{argument}=(OSError, ValueError)"
+            raise ArgumentTypeError(what, why=why, fix=fix)
     return classes

@@ -42,6 +42,7 @@ class Counted:
 
     def __init__(self, position: Position, requests: Requests | None = None) -> None:
         self.settled = position
+        self.random: Sequence[torch.Tensor] = ()  # the states of the generators that the epoch began with
         self._requests = requests
 
     def received(self) -> Order | None:
@@ -75,9 +76,8 @@ class Requests(Counted):
         super().__init__(start or Position())
         self._groups, self._size, self._drop_last = groups, size, drop_last
         self._refill, self._start = refill, start
-        self.indices: dict[
-            int, Any
-        ] = {}  # by place, those that were drawn and may be asked for: a sampler may be endless
+        # By place, those that were drawn and may be asked for: a sampler may be endless.
+        self.indices: dict[int, Any] = {}
         self._drawn = 0
         self._sizes: list[int] = []
         self._waiting: deque[int] = deque()  # places not asked for yet, in order
@@ -169,7 +169,9 @@ class Requests(Counted):
 
     def _take(self) -> list[int]:
         """Take the places of the next batch; none if there is no batch left."""
-        size = self._wanted()
+        while len(self._sizes) <= self._number and self._pull():
+            pass
+        size = self._sizes[self._number] if self._number < len(self._sizes) else 1
         places: list[int] = []
         while len(places) < size and (self._waiting or self._pull()):
             taken = [self._waiting.popleft() for _ in range(min(size - len(places), len(self._waiting)))]
@@ -179,13 +181,6 @@ class Requests(Counted):
             return []
         return places
 
-    def _wanted(self) -> int:
-        if self._size is not None:
-            return self._size
-        while len(self._sizes) <= self._number and self._pull():
-            pass
-        return self._sizes[self._number] if self._number < len(self._sizes) else 1
-
     def _pull(self) -> bool:
         group = next(self._groups, None)
         if group is None:
@@ -194,7 +189,7 @@ class Requests(Counted):
         self._waiting.extend(places)
         self.indices.update(zip(places, group, strict=True))
         self._drawn += len(group)
-        self._sizes.append(len(group))
+        self._sizes.append(self._size or len(group))
         return True
 
 
@@ -238,7 +233,7 @@ class Asking(Sampler[list[Any]]):
         if self._refill and type(batches) is BatchSampler:
             size = batches.batch_size
             return Requests(_chunks(batches.sampler, size), size, drop_last=batches.drop_last, start=self.start)
-        groups = ([index] for index in batches) if self.single else _lists(batches)
+        groups = ([index] for index in batches) if self.single else filter(None, map(list, batches))
         drop_last = self._refill and getattr(batches, "drop_last", False)
         return Requests(groups, drop_last=drop_last, refill=self._refill, start=self.start)
 
@@ -248,12 +243,6 @@ def _chunks(sampler: Iterable[Any], size: int) -> Iterator[list[Any]]:
     indices = iter(sampler)
     while chunk := list(islice(indices, size)):
         yield chunk
-
-
-def _lists(batches: Iterable[Iterable[Any]]) -> Iterator[list[Any]]:
-    for batch in batches:
-        if indices := list(batch):
-            yield indices
 
 
 def generators_of(owner: Any) -> list[torch.Generator]:
@@ -287,8 +276,6 @@ def drawn_again(owner: Any, states: Sequence[torch.Tensor]) -> Iterator[None]:
 def check_state(owner: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse a state that is not of this kind."""
     if set(state) != set(own):
-        raise ArgumentValueError(
-            f"{owner}.load_state_dict(): the state is {describe(state)}.",
-            why=f"it has the entries {sorted(own)}.",
-            fix="load_state_dict(checkpoint[...])   # what state_dict() of the same kind gave",
-        )
+        what, why = f"{owner}.load_state_dict(): the state is {describe(state)}.", f"it has the entries {sorted(own)}."
+        fix = "load_state_dict(checkpoint[...])   # what state_dict() of the same kind gave"
+        raise ArgumentValueError(what, why=why, fix=fix)

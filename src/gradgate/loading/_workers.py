@@ -50,9 +50,6 @@ class Board:
         self._notes.share_memory_()  # type: ignore[no-untyped-call]
         self._mine: memoryview | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _same_board, (self._notes,)
-
     def note(self, doing: int, place: int | None = None) -> None:
         """Note what this worker does now, and with which sample of the epoch; with the same one if none is given."""
         if self._mine is None:
@@ -68,12 +65,6 @@ class Board:
         """Return what each worker is doing, the place of its sample, and how many notes it has made."""
         notes: list[list[int]] = self._notes.tolist()
         return notes
-
-
-def _same_board(notes: torch.Tensor) -> Board:
-    board = Board(0)
-    board._notes = notes
-    return board
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +217,9 @@ class WatchedEpoch:
         self._watch.close()
         self.loader = self._make(self._asking, self.loader.num_workers)
         batches = requests.ask_again()
-        suspects = {place: lost for lost in gone.lost for place in _suspected(lost, batches)}
         samples = [place for batch in batches for place in batch.places]
         samples = [place for place in samples if not isinstance(requests.indices[place], BadSample)]
-        suspects = {place: lost for place, lost in suspects.items() if place in samples}
+        suspects = {place: lost for lost in gone.lost for place in _suspected(lost, batches) if place in samples}
         witnesses = [place for place in samples if place not in suspects][:WITNESSES]
         if suspects and self._blame(suspects, witnesses, requests, gone):
             return
