@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar, overload
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
 
+from gradgate._checks import wrong_type
 from gradgate._names import describe, listed, nearest
 from gradgate._torch_private import is_sharded
 from gradgate._trees import children_of, leaves_of, rebuilt
 from gradgate.edits._in_place import State
 from gradgate.edits._index import Mode, ParsedIndex, as_value, check_mode, fit, read
-from gradgate.edits._scatter import (
-    Binary,
-    OnEntries,
-    Scatter,
-    advanced_indices,
-    called,
-    check_kind,
-    in_place,
-    larger,
-    second,
-    smaller,
-    subtracted,
-    under_mask,
-    with_extreme,
-    with_product,
-)
+from gradgate.edits._scatter import RULES, Scatter, called, check_kind, under_mask
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 
 Result = TypeVar("Result")
+
+
+def _itself(new: Any) -> Any:
+    return new
 
 
 class At(Generic[Result]):
@@ -50,20 +40,13 @@ class At(Generic[Result]):
         return Selection(self._x, index, self._finish)
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise ArgumentTypeError(
-            "at(x)[idx] = v assigns in place.",
-            why="at() never touches x; an edit gives a new tensor.",
-            fix="y = gg.at(x)[idx].set(v)",
-        )
+        raise _in_place("at(x)[idx] = v assigns in place.", "set")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or not hasattr(Selection, name):
             raise AttributeError(f"'At' object has no attribute {name!r}")
-        raise ArgumentTypeError(
-            f"at(x).{name} has no index.",
-            why="an edit speaks of some places of x; [...] are all of them.",
-            fix=f"gg.at(x)[...].{name}(v)",
-        )
+        why = "an edit speaks of some places of x; [...] are all of them."
+        raise ArgumentTypeError(f"at(x).{name} has no index.", why=why, fix=f"gg.at(x)[...].{name}(v)")
 
     def __repr__(self) -> str:
         return f"at({describe(self._x)})"
@@ -85,19 +68,18 @@ class Tree:
     def __getitem__(self, path: str | int) -> Any:
         """Return what is at the path: an `At` for a tensor, a `Tree` for what contains some."""
         full = f"{self._prefix}.{path}" if self._prefix else str(path)
-        found = _at_path(self._tree, full)
-        if found is not None and isinstance(found[0], torch.Tensor):
-            return At(_dense(found[0]), found[1])
-        names = list(_names(self._tree))
+        tensors = list(_tensors(self._tree))
+        if found := [one for one in tensors if one.name == full]:
+            # A key may have dots itself: the path of the fewest keys is the one that is meant.
+            chosen = sorted(found, key=lambda one: len(one.path))[0]
+            return At(_dense(chosen.tensor), chosen.replaced)
+        names = [one.name for one in tensors]
         if any(name.startswith(f"{full}.") for name in names):
             return Tree(self._tree, full)
         if isinstance(path, str):
             raise _not_there(full, self._tree, names)
-        raise ArgumentTypeError(
-            f"at(): `name` is None, and x is {_called(self._tree)}.",
-            why="one of its tensors must be named.",
-            fix=f"gg.at(model, {next(iter(names), 'weight')!r})[idx].set(v)",
-        )
+        what, why = f"at(): `name` is None, and x is {_called(self._tree)}.", "one of its tensors must be named."
+        raise ArgumentTypeError(what, why=why, fix=f"gg.at(model, {next(iter(names), 'weight')!r})[idx].set(v)")
 
     def __repr__(self) -> str:
         return f"at({_called(self._tree)})" + (f"[{self._prefix!r}]" if self._prefix else "")
@@ -105,48 +87,39 @@ class Tree:
 
 def _not_there(name: str, tree: Any, names: list[str]) -> NothingMatchedError:
     near = nearest(name, names)
-    return NothingMatchedError(
-        f"at(): there is no tensor {name!r} in {_called(tree)}.",
-        why=f"the nearest names are {listed(near)}." if near else f"it has {listed(names) or 'none'}.",
-        fix=f"gg.at(model, {(near or [*names, 'weight'])[0]!r})[idx].set(v)",
-    )
+    what = f"at(): there is no tensor {name!r} in {_called(tree)}."
+    why = f"the nearest names are {listed(near)}." if near else f"it has {listed(names) or 'none'}."
+    return NothingMatchedError(what, why=why, fix=f"gg.at(model, {(near or [*names, 'weight'])[0]!r})[idx].set(v)")
 
 
-def _names(tree: Any, prefix: str = "") -> Iterator[str]:
+class _InTree(NamedTuple):
+    """A tensor of a tree, its path, and how to rebuild the tree with another one in its place."""
+
+    path: tuple[Any, ...]
+    tensor: torch.Tensor
+    replaced: Callable[[Any], Any]
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+def _tensors(tree: Any, path: tuple[Any, ...] = (), replaced: Callable[[Any], Any] = _itself) -> Iterator[_InTree]:
     if isinstance(tree, torch.Tensor):
-        yield prefix
+        yield _InTree(path, tree, replaced)
         return
-    for key, child in _children(tree).items():
-        yield from _names(child, f"{prefix}.{key}" if prefix else str(key))
+    if isinstance(tree, torch.nn.Module):
+        tree = State.of(tree)
+    children = {} if isinstance(tree, (str, bytes, type)) else children_of(tree) or {}
+    for key, child in children.items():
 
+        def with_other(new: Any, child: Any = child) -> Any:
+            parts = {name: new if old is child else old for name, old in children.items()}
+            if isinstance(tree, State):
+                return replaced(State(parts, tree.module))
+            return replaced(parts if type(tree) is dict else rebuilt(tree, parts))
 
-def _children(tree: Any) -> dict[Any, Any]:
-    if isinstance(tree, (torch.Tensor, str, bytes, type)):
-        return {}
-    return dict(State.of(tree)) if isinstance(tree, torch.nn.Module) else children_of(tree) or {}
-
-
-def _at_path(tree: Any, path: str) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Return what is at a path, and how to rebuild the whole tree with something else there; None for nothing."""
-    if not path:
-        return tree, _itself
-    children = _children(tree)
-    keys = [key for key in children if f"{path}.".startswith(f"{key}.")]
-    for key in sorted(keys, key=lambda key: -len(str(key))):  # a key may have dots itself
-        child = children[key]
-        found = _at_path(child, path[len(str(key)) + 1 :])
-        if found is not None:
-            value, inside = found
-
-            def whole(new: Any, inside: Any = inside, child: Any = child) -> Any:
-                changed = inside(new)
-                parts = {name: changed if old is child else old for name, old in children.items()}
-                if isinstance(tree, (State, torch.nn.Module)):
-                    return State(parts, tree.module if isinstance(tree, State) else tree)
-                return parts if type(tree) is dict else rebuilt(tree, parts)
-
-            return value, whole
-    return None
+        yield from _tensors(child, (*path, key), with_other)
 
 
 @overload
@@ -201,47 +174,32 @@ def at(x: Any, name: str | None = None) -> At[Any] | Tree:
     """
     if isinstance(x, torch.Tensor):
         if name is not None:
-            raise ArgumentTypeError(
-                f"at(): `name` is {describe(name)}, and x is {describe(x)}.",
-                why="a name chooses one tensor of a module or a dictionary; x is a tensor already.",
-                fix="gg.at(x)[idx].set(v)",
-            )
+            what = f"at(): `name` is {describe(name)}, and x is {describe(x)}."
+            why = "a name chooses one tensor of a module or a dictionary; x is a tensor already."
+            raise ArgumentTypeError(what, why=why, fix="gg.at(x)[idx].set(v)")
         return At(_dense(x), _itself)
     if not isinstance(x, (torch.nn.Module, Mapping)) and not any(
         isinstance(leaf, (torch.Tensor, torch.nn.Module)) for leaf in leaves_of(x)
     ):
-        raise ArgumentTypeError(
-            f"at(): `x` is {describe(x)}.",
-            why="it edits a torch.Tensor, or one tensor of a module or of a tree of dictionaries and lists.",
-            fix="gg.at(torch.as_tensor(x))[idx].set(v)",
-        )
-    tree = Tree(x)
-    if name is None:
-        return tree
-    chosen: At[Any] | Tree = tree[name]
-    if isinstance(chosen, Tree):
-        raise _not_there(name, x, list(_names(x)))
+        why = "it edits a torch.Tensor, or one tensor of a module or of a tree of dictionaries and lists."
+        raise wrong_type(x, "x", "at", why, "gg.at(torch.as_tensor(x))[idx].set(v)")
+    chosen: At[Any] | Tree = Tree(x) if name is None else Tree(x)[name]
+    if name is not None and isinstance(chosen, Tree):
+        raise _not_there(name, x, [one.name for one in _tensors(x)])
     return chosen
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     if is_sharded(x):
-        raise ArgumentTypeError(
-            f"at(): `x` is sharded over processes, {describe(x)}.",
-            why="an edit of one process's part would be lost, or be made at other places.",
-            fix="gg.at(x.full_tensor())   # the whole of it, on every process",
-        )
+        what = f"at(): `x` is sharded over processes, {describe(x)}."
+        why = "an edit of one process's part would be lost, or be made at other places."
+        raise ArgumentTypeError(what, why=why, fix="gg.at(x.full_tensor())   # the whole of it, on every process")
     if x.layout is torch.strided and not x.is_nested:
         return x
-    raise ArgumentTypeError(
-        f"at(): `x` is a {'nested' if x.is_nested else str(x.layout).removeprefix('torch.')} tensor.",
-        why="the places of an edit are those of a dense tensor.",
-        fix="gg.at(torch.nested.to_padded_tensor(x, 0.0))" if x.is_nested else "gg.at(x.to_dense())",
-    )
-
-
-def _itself(new: torch.Tensor) -> torch.Tensor:
-    return new
+    what = f"at(): `x` is a {'nested' if x.is_nested else str(x.layout).removeprefix('torch.')} tensor."
+    why = "the places of an edit are those of a dense tensor."
+    fix = "gg.at(torch.nested.to_padded_tensor(x, 0.0))" if x.is_nested else "gg.at(x.to_dense())"
+    raise ArgumentTypeError(what, why=why, fix=fix)
 
 
 def _called(x: object) -> str:
@@ -298,7 +256,7 @@ class Selection(Generic[Result]):
         """
         # A number is the same for all entries, so it does not matter which of them writes.
         unique = unique_indices or (isinstance(value, (int, float, complex)) and mode != "drop")
-        return self._edit("set", value, second, Scatter.put, mode, unique)
+        return self._edit("set", value, mode, unique)
 
     def add(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Add a value there, all of them where a place is named several times.
@@ -310,7 +268,7 @@ class Selection(Generic[Result]):
             >>> gg.at(torch.zeros(3))[[0, 0]].add(1.0)
             tensor([2., 0., 0.])
         """
-        return self._edit("add", value, torch.add, Scatter.add, mode, unique_indices)
+        return self._edit("add", value, mode, unique_indices)
 
     def subtract(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Subtract a value there, all of them where a place is named several times.
@@ -322,7 +280,7 @@ class Selection(Generic[Result]):
             >>> gg.at(torch.ones(3))[1:].subtract(torch.tensor([1.0, 2.0]))
             tensor([ 1.,  0., -1.])
         """
-        return self._edit("subtract", value, torch.sub, subtracted, mode, unique_indices)
+        return self._edit("subtract", value, mode, unique_indices)
 
     def multiply(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Multiply by a value there, by all of them where a place is named several times.
@@ -334,7 +292,7 @@ class Selection(Generic[Result]):
             >>> gg.at(torch.ones(3))[[0, 0, 1]].multiply(torch.tensor([2.0, 3.0, 4.0]))
             tensor([6., 4., 1.])
         """
-        return self._edit("multiply", value, torch.mul, with_product(torch.mul), mode, unique_indices)
+        return self._edit("multiply", value, mode, unique_indices)
 
     def divide(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Divide by a value there, by the product of all of them where a place is named several times.
@@ -349,7 +307,7 @@ class Selection(Generic[Result]):
             >>> gg.at(torch.ones(3))[0].divide(4)
             tensor([0.2500, 1.0000, 1.0000])
         """
-        return self._edit("divide", value, torch.div, with_product(torch.div), mode, unique_indices)
+        return self._edit("divide", value, mode, unique_indices)
 
     def power(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Raise to a power there, to the product of all of them where a place is named several times.
@@ -361,7 +319,7 @@ class Selection(Generic[Result]):
             >>> gg.at(torch.tensor([2.0, 3.0]))[[0, 0]].power(torch.tensor([2.0, 3.0]))
             tensor([64.,  3.])
         """
-        return self._edit("power", value, torch.pow, with_product(torch.pow), mode, unique_indices)
+        return self._edit("power", value, mode, unique_indices)
 
     def min(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Take the smaller of x and a value there, the smallest where a place is named several times.
@@ -374,7 +332,7 @@ class Selection(Generic[Result]):
             >>> gg.at(torch.tensor([1.0, 5.0]))[[1, 1]].min(torch.tensor([3.0, 4.0]))
             tensor([1., 3.])
         """
-        return self._edit("min", value, smaller, with_extreme("amin"), mode, unique_indices)
+        return self._edit("min", value, mode, unique_indices)
 
     def max(self, value: Any, *, mode: Mode = "raise", unique_indices: bool = False) -> Result:
         """Take the larger of x and a value there, the largest where a place is named several times.
@@ -387,14 +345,10 @@ class Selection(Generic[Result]):
             >>> gg.at(torch.tensor([1.0, 5.0]))[...].max(2.0)
             tensor([2., 5.])
         """
-        return self._edit("max", value, larger, with_extreme("amax"), mode, unique_indices)
+        return self._edit("max", value, mode, unique_indices)
 
     def apply(
-        self,
-        fn: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        mode: Mode = "raise",
-        unique_indices: bool = False,
+        self, fn: Callable[[torch.Tensor], torch.Tensor], *, mode: Mode = "raise", unique_indices: bool = False
     ) -> Result:
         """Apply a function of single elements there, as often as a place is named.
 
@@ -417,9 +371,9 @@ class Selection(Generic[Result]):
         x, parsed, view = self._begin(mode)
         if parsed.missed:
             return self._finish(x.clone())
-        if not parsed.masks and not parsed.indices:
+        if not parsed.advanced:
             return self._finish(parsed.write(x, called(fn, view, x)))
-        places = Scatter(advanced_indices(parsed, view), view, mode, unique_indices or len(parsed.indices) == 0)
+        places = Scatter(parsed.advanced, view, mode, unique_indices)
         if places.nowhere:
             return self._finish(x.clone())
         for part in places.tried(places.rounds):
@@ -449,56 +403,59 @@ class Selection(Generic[Result]):
         """
         check_mode(mode)
         if (mode == "drop" and fill_value is None) or (mode == "clip" and fill_value is not None):
-            raise ArgumentValueError(
-                f"at(x)[...].get(): `mode` is {mode!r} and `fill_value` is {describe(fill_value)}.",
-                why="what is out of range is either filled or clipped.",
-                fix="fill_value=0",
-            )
+            what = f"at(x)[...].get(): `mode` is {mode!r} and `fill_value` is {describe(fill_value)}."
+            raise ArgumentValueError(what, why="what is out of range is either filled or clipped.", fix="fill_value=0")
         fill = None if fill_value is None else as_value(fill_value, self._x, function="at(x)[...].get()")
         asked = mode if fill is None else "drop"
         _, parsed, view = self._begin(asked)
-        if not parsed.masks and not parsed.indices:
+        if not parsed.advanced:
             return view.clone() if not parsed.missed or fill is None else fill.expand(view.shape).clone()
-        places = Scatter(advanced_indices(parsed, view), view, asked, unique=True)
+        places = Scatter(parsed.advanced, view, asked, unique=True)
         if fill is not None and (parsed.missed or places.nowhere):
             return fill.expand(places.shape).clone()
         rows = places.tried(partial(places.take, view))
         return places.spread(rows if fill is None else places.elsewhere(rows, fill))
 
     def __iadd__(self, value: Any) -> NoReturn:
-        raise in_place("+", "add")
+        raise _in_place("at(x)[idx] += v works in place.", "add")
 
     def __isub__(self, value: Any) -> NoReturn:
-        raise in_place("-", "subtract")
+        raise _in_place("at(x)[idx] -= v works in place.", "subtract")
 
     def __imul__(self, value: Any) -> NoReturn:
-        raise in_place("*", "multiply")
+        raise _in_place("at(x)[idx] *= v works in place.", "multiply")
 
     def __itruediv__(self, value: Any) -> NoReturn:
-        raise in_place("/", "divide")
+        raise _in_place("at(x)[idx] /= v works in place.", "divide")
 
     def _begin(self, mode: str) -> tuple[torch.Tensor, ParsedIndex, torch.Tensor]:
         check_mode(mode)
         parsed = read(self._index, self._x.shape, self._x.device, mode)
         return self._x, parsed, parsed.view_of(self._x)
 
-    def _edit(self, name: str, value: Any, pair: Binary, on_places: OnEntries, mode: str, unique: bool) -> Result:
+    def _edit(self, name: str, value: Any, mode: str, unique: bool) -> Result:
         function = f"at(x)[...].{name}()"
         x, parsed, view = self._begin(mode)
         check_kind(name, x, function)
         value = as_value(value, x, function=function)
-        if not parsed.masks and not parsed.indices:
+        pair, on_places = RULES[name]
+        if not parsed.advanced:
             value = fit(value, view.shape, function=function)
             return self._finish(x.clone() if parsed.missed else parsed.write(x, pair(view, value)))
-        if len(parsed.masks) == 1 and not parsed.indices and not parsed.missed:
-            new = under_mask(parsed.masks[0], view, value, pair, function)
+        if len(parsed.advanced) == 1 and parsed.advanced[0].is_mask and not parsed.missed:
+            new = under_mask(parsed.advanced[0], view, value, pair, function)
             if new is not None:
                 return self._finish(parsed.restore(x, new))
-        places = Scatter(advanced_indices(parsed, view), view, mode, unique or len(parsed.indices) == 0)
+        places = Scatter(parsed.advanced, view, mode, unique)
         value = fit(value, places.shape, function=function)
         if parsed.missed or places.nowhere:
             return self._finish(x.clone())
         return self._finish(parsed.restore(x, places.tried(partial(on_places, places, view, places.gather(value)))))
+
+
+def _in_place(what: str, name: str) -> ArgumentTypeError:
+    why = "at() never touches x; an edit gives a new tensor."
+    return ArgumentTypeError(what, why=why, fix=f"y = gg.at(x)[idx].{name}(v)")
 
 
 def _shown(part: object) -> str:

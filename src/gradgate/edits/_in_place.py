@@ -66,10 +66,9 @@ class State(dict[str, torch.Tensor]):
         edited = [(own[name], new) for name, new in self.items() if name in own and new is not own[name]]
         for old, new in edited:
             if new.shape != old.shape:
-                raise ArgumentValueError(
-                    f"State.write_back(): {describe(new)} cannot be written into {describe(old)}.",
-                    why="parameters keep their shape, because optimizers have a state of that shape.",
-                )
+                what = f"State.write_back(): {describe(new)} cannot be written into {describe(old)}."
+                why = "parameters keep their shape, because optimizers have a state of that shape."
+                raise ArgumentValueError(what, why=why)
         with torch.no_grad():
             for old, new in edited:
                 self._before.append((old, old.detach().clone()))
@@ -82,11 +81,8 @@ class State(dict[str, torch.Tensor]):
             ArgumentValueError: Nothing was written back.
         """
         if not self._before:
-            raise ArgumentValueError(
-                "State.undo(): nothing was written back.",
-                why="the module is as it was.",
-                fix="state.write_back()   # before state.undo()",
-            )
+            fix = "state.write_back()   # before state.undo()"
+            raise ArgumentValueError("State.undo(): nothing was written back.", why="the module is as it was.", fix=fix)
         with torch.no_grad():
             while self._before:
                 tensor, old = self._before.pop()
@@ -113,11 +109,10 @@ def _first_order(run: Callable[..., Any], order: int) -> Callable[..., Any]:
     @functools.wraps(run)
     def checked(*args: Any, **options: Any) -> Any:
         if options.get("create_graph") or (len(args) > order and args[order]):
-            raise ArgumentValueError(
-                f"allow_overwrites(): torch.autograd.{run.__name__} is called with create_graph=True.",
-                why="what is kept of an overwritten tensor is a constant, so that second derivatives would be wrong.",
-                fix="y = gg.at(x)[idx].set(v)   # instead of x[idx] = v, without this scope",
-            )
+            what = f"allow_overwrites(): torch.autograd.{run.__name__} is called with create_graph=True."
+            why = "what is kept of an overwritten tensor is a constant, so that second derivatives would be wrong."
+            fix = "y = gg.at(x)[idx].set(v)   # instead of x[idx] = v, without this scope"
+            raise ArgumentValueError(what, why=why, fix=fix)
         return run(*args, **options)
 
     return checked

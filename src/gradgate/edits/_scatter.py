@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from gradgate import _kernels
 from gradgate._names import describe
-from gradgate._torch_private import has_data, inside_functorch
-from gradgate.edits._index import AdvancedIndex, ParsedIndex, as_value, fit, out_of_range
+from gradgate._torch_private import has_data
+from gradgate.edits._index import AdvancedIndex, as_value, fit, out_of_range
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
-
-# --- Entries of index tensors ---------------------------------------------------------------------------------------
-
 
 Done = TypeVar("Done")
 
@@ -28,18 +27,19 @@ Done = TypeVar("Done")
 class Scatter:
     """The places of a view that index tensors choose."""
 
-    def __init__(self, advanced_indices: Sequence[AdvancedIndex], view: torch.Tensor, mode: str, unique: bool) -> None:
-        dims = [advanced.dim for advanced in advanced_indices]
+    def __init__(self, advanced: Sequence[AdvancedIndex], view: torch.Tensor, mode: str, unique: bool) -> None:
+        unique = unique or all(one.is_mask for one in advanced)
+        self.advanced = _as_index_tensors(advanced)
+        dims = [one.dim for one in self.advanced]
         rest = [dim for dim in range(view.dim()) if dim not in dims]
-        self.advanced_indices = advanced_indices
         self.sizes = [view.shape[dim] for dim in dims]
         self.order = dims + rest
         self.block = [view.shape[dim] for dim in rest]
-        self.entries = _broadcast(advanced_indices)
+        self.entries = _broadcast([tuple(one.tensor.shape) for one in self.advanced])
         self.count = math.prod(self.entries)
-        self.front = _front(advanced_indices, view.dim())
+        self.front = _front(self.advanced, view.dim())
         self.unique = (unique and mode == "raise") or self.count <= 1
-        self.indices = [_flat(advanced.tensor, self.entries) for advanced in advanced_indices]
+        self.indices = [one.tensor.expand(self.entries).reshape(-1) for one in self.advanced]
         self.inside: torch.Tensor | None = None
         if mode == "drop":
             self.inside = torch.ones(self.count, dtype=torch.bool, device=view.device)
@@ -55,16 +55,14 @@ class Scatter:
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
         """Turn a value of that shape into one row for each entry."""
-        width = len(self.entries)
-        moved = _moved(value, self.front, 0, width)
-        return moved if width == 1 else moved.reshape([self.count, *self.block])
+        return _moved(value, self.front, 0, len(self.entries)).reshape([self.count, *self.block])
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """Turn one row for each entry into that shape again."""
         return _moved(rows.reshape([*self.entries, *self.block]), 0, self.front, len(self.entries))
 
     def take(self, view: torch.Tensor) -> torch.Tensor:
-        return _permuted(view, self.order)[tuple(self.indices)]
+        return view.permute(self.order)[tuple(self.indices)]
 
     def put(self, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return a new view with the speakers' rows in their places."""
@@ -128,15 +126,15 @@ class Scatter:
         if inside is None and self.alone():
             return [self]
         if not has_data(*self.indices):
-            raise ArgumentValueError(
-                "at(x)[...].apply(): whether an index is out of range or named twice cannot be read here.",
-                why="fn is applied to what is in range, as often as it is named; torch.compile and vmap hide that.",
-                fix='gg.at(x)[index].apply(fn, mode="raise", unique_indices=True)',
-            )
+            what = "at(x)[...].apply(): whether an index is out of range or named twice cannot be read here."
+            why = "fn is applied to what is in range, as often as it is named; torch.compile and vmap hide that."
+            raise ArgumentValueError(what, why=why, fix='gg.at(x)[index].apply(fn, mode="raise", unique_indices=True)')
         order = torch.argsort(self.speakers(), stable=True)
         place, number = self.speakers()[order], torch.arange(self.count, device=order.device)
         begins = torch.cat([place.new_ones(1, dtype=torch.bool), place[1:] != place[:-1]])
         turn = (number - torch.where(begins, number, 0).cummax(0).values)[torch.argsort(order)]
+        if inside is None and not turn.any():
+            return [self]
         turn = turn if inside is None else torch.where(inside, turn, -1)
         return [self._only(turn == now) for now in range(int(turn.max()) + 1 if self.count else 0)]
 
@@ -165,37 +163,27 @@ class Scatter:
             raise
 
     def _explain(self) -> None:
-        for advanced, size in zip(self.advanced_indices, self.sizes, strict=True):
-            if has_data(advanced.tensor):
-                wrong = advanced.tensor[(advanced.tensor < -size) | (advanced.tensor >= size)]
-                if wrong.numel():
-                    raise out_of_range("at(x)[...]", int(wrong[0]), advanced.dim_of_x, size)
+        for (_, dim, tensor), size in zip(self.advanced, self.sizes, strict=True):
+            if has_data(tensor) and (wrong := tensor[(tensor < -size) | (tensor >= size)]).numel():
+                raise out_of_range("at(x)[...]", int(wrong[0]), dim, size)
 
     def _only(self, chosen: torch.Tensor) -> Scatter:
         """Keep some of the entries, none twice."""
-        less = object.__new__(Scatter)
-        less.__dict__.update(self.__dict__)
+        less = copy(self)
         less.indices = [i[chosen] for i in self.indices]
         less.count = len(less.indices[0])
         less.entries, less.unique, less.inside = (less.count,), True, None
         return less
 
     def _write(self, view: torch.Tensor, rows: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-        new = _permuted(view, self.order).index_put(tuple(self.indices), rows, accumulate=accumulate)
-        return _permuted(new, [self.order.index(dim) for dim in range(view.dim())])
+        new = view.permute(self.order).index_put(tuple(self.indices), rows, accumulate=accumulate)
+        return new.permute([self.order.index(dim) for dim in range(view.dim())])
 
     def alone(self) -> bool:
         """Whether surely no place is named twice; reads the index only where that waits for nothing, on the CPU."""
-        if not self.unique and 0 not in self.sizes and self.indices[0].device.type == "cpu":
-            if _kernels.usable(*self.indices):
-                single = len(self.indices) == 1
-                size = self.sizes[0] if single else math.prod(self.sizes)
-                self.unique = not _kernels.repeats(self.indices[0] if single else self._key(), size)
-            elif has_data(*self.indices):
-                key = self._key()
-                number = torch.arange(self.count, dtype=torch.int32, device=key.device)
-                owner = key.new_empty(math.prod(self.sizes), dtype=torch.int32).scatter_(0, key, number)
-                self.unique = torch.equal(owner.gather(0, key), number)
+        if not self.unique and 0 not in self.sizes and _kernels.usable(*self.indices):
+            key = self.indices[0] if len(self.indices) == 1 else self._key()
+            self.unique = not _kernels.repeats(key, math.prod(self.sizes))
         return self.unique
 
     def _key(self) -> torch.Tensor:
@@ -215,41 +203,33 @@ def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-def _flat(tensor: torch.Tensor, entries: tuple[int, ...]) -> torch.Tensor:
-    return tensor if len(entries) == 1 and tensor.shape == entries else tensor.expand(entries).reshape(-1)
-
-
-def _permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    return tensor if order == sorted(order) else tensor.permute(order)
-
-
 def _moved(tensor: torch.Tensor, start: int, end: int, width: int) -> torch.Tensor:
-    if start == end or not width:
-        return tensor
     return tensor.movedim(tuple(range(start, start + width)), tuple(range(end, end + width)))
 
 
-def _broadcast(advanced_indices: Sequence[AdvancedIndex]) -> tuple[int, ...]:
-    if len(advanced_indices) == 1:  # torch's own function takes its time
-        return tuple(advanced_indices[0].tensor.shape)
-    shapes = [tuple(advanced.tensor.shape) for advanced in advanced_indices]
+def _as_index_tensors(advanced: Sequence[AdvancedIndex]) -> list[AdvancedIndex]:
+    """Return masks as index tensors, one for each of their dimensions."""
+    found = []
+    for one in advanced:
+        tensors = one.tensor.nonzero(as_tuple=True) if one.is_mask else [one.tensor]
+        found += [AdvancedIndex(one.dim + i, one.dim_of_x + i, tensor) for i, tensor in enumerate(tensors)]
+    return found
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
-        raise ArgumentValueError(
-            f"at(x)[...]: the index tensors have shapes {', '.join(map(str, shapes))}, which do not broadcast.",
-            why="together they name one place for each entry.",
-            fix="gg.at(x)[i[:, None], j]   # every i with every j",
-        ) from None
+        what = f"at(x)[...]: the index tensors have shapes {', '.join(map(str, shapes))}, which do not broadcast."
+        why = "together they name one place for each entry."
+        raise ArgumentValueError(what, why=why, fix="gg.at(x)[i[:, None], j]   # every i with every j") from None
 
 
-def _front(advanced_indices: Sequence[AdvancedIndex], width: int) -> int:
+def _front(advanced: Sequence[AdvancedIndex], width: int) -> int:
     """Count the other dimensions before the entries in `view[index]`."""
     # An index tensor without dimensions chooses like an int: its dimension is gone already.
-    if len(advanced_indices) == 1:
-        return advanced_indices[0].dim
-    kept = [dim for dim in range(width) if dim not in (c.dim for c in advanced_indices if not c.tensor.dim())]
-    spots = [kept.index(c.dim) for c in advanced_indices if c.tensor.dim()]
+    kept = [dim for dim in range(width) if dim not in (one.dim for one in advanced if not one.tensor.dim())]
+    spots = [kept.index(one.dim) for one in advanced if one.tensor.dim()]
     together = spots and spots == list(range(spots[0], spots[0] + len(spots)))
     return spots[0] if together else 0
 
@@ -266,55 +246,33 @@ def second(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def smaller(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Take the smaller of two; equal ones share the gradient, and of a NaN neither gets any, as in JAX."""
-    return _chosen(torch.minimum, old, value)
-
-
-def larger(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Take the larger of two; equal ones share the gradient, and of a NaN neither gets any, as in JAX."""
-    return _chosen(torch.maximum, old, value)
-
-
-def _chosen(rule: Binary, old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    best = rule(old.detach(), value.detach())
+def _better(better: Binary, old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Take the smaller or larger of two; equal ones share the gradient, and of a NaN neither gets any, as in JAX."""
+    best = better(old.detach(), value.detach())
     # torch's own gradient at a NaN is 1 for both, also for the one that is a number.
-    return rule(torch.where(old == best, old, old.detach()), torch.where(value == best, value, value.detach()))
+    return better(torch.where(old == best, old, old.detach()), torch.where(value == best, value, value.detach()))
 
 
-def subtracted(places: Scatter, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return places.add(view, -rows)
-
-
-def with_product(pair: Binary) -> OnEntries:
+def _with_product(pair: Binary) -> OnEntries:
     """Apply a rule once, with the product of all values of a place: (x / a) / b is x / (a * b)."""
-
-    def on_places(places: Scatter, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return places.put(view, pair(places.take(view), places.product(rows)))
-
-    return on_places
+    return lambda places, view, rows: places.put(view, pair(places.take(view), places.product(rows)))
 
 
-def with_extreme(which: str) -> OnEntries:
-    """Take the smallest ("amin") or largest ("amax") of a place."""
-
-    def on_places(places: Scatter, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return places.put(view, places.extreme(places.take(view), rows, which))
-
-    return on_places
+def _with_extreme(which: str) -> OnEntries:
+    return lambda places, view, rows: places.put(view, places.extreme(places.take(view), rows, which))
 
 
-def advanced_indices(parsed: ParsedIndex, view: torch.Tensor) -> Sequence[AdvancedIndex]:
-    """Return all masks and index tensors as index tensors, in the order of their dimensions."""
-    if not parsed.masks:
-        return parsed.indices
-    found = list(parsed.indices)
-    for mask in parsed.masks:
-        found += [
-            AdvancedIndex(mask.dim + offset, mask.dim_of_x + offset, places)
-            for offset, places in enumerate(mask.tensor.nonzero(as_tuple=True))
-        ]
-    return sorted(found, key=lambda advanced: advanced.dim)
+RULES: dict[str, tuple[Binary, OnEntries]] = {
+    "set": (second, Scatter.put),
+    "add": (torch.add, Scatter.add),
+    "subtract": (torch.sub, lambda places, view, rows: places.add(view, -rows)),
+    "multiply": (torch.mul, _with_product(torch.mul)),
+    "divide": (torch.div, _with_product(torch.div)),
+    "power": (torch.pow, _with_product(torch.pow)),
+    "min": (partial(_better, torch.minimum), _with_extreme("amin")),
+    "max": (partial(_better, torch.maximum), _with_extreme("amax")),
+}
+"""What each edit does: with a value of the shape of the old one, and with one row for each entry."""
 
 
 def under_mask(mask: AdvancedIndex, view: torch.Tensor, value: torch.Tensor, pair: Binary, function: str) -> Any:
@@ -327,8 +285,6 @@ def under_mask(mask: AdvancedIndex, view: torch.Tensor, value: torch.Tensor, pai
     if value.dim() > after:
         value = value.reshape([*lead, *[1] * width, *value.shape[len(lead) + 1 :]])
     here = mask.tensor.reshape([*mask.tensor.shape, *[1] * after]) if after else mask.tensor
-    if pair is second and not value.dim() and not inside_functorch():  # vmap has no rule for masked_fill
-        return view.masked_fill(here, value)
     known = [*view.shape[: mask.dim], "number of True", *view.shape[mask.dim + width :]]
     value = fit(value, view.shape, function=function, spoken=known)
     if pair is second:
@@ -342,32 +298,17 @@ def called(fn: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, x: 
     """Call the function of `apply` on a copy, which it may overwrite, and make its result fit."""
     function = "at(x)[...].apply()"
     if not callable(fn):
-        raise ArgumentTypeError(
-            f"{function}: `fn` is {describe(fn)}.",
-            why="it is called with the chosen values.",
-            fix="gg.at(x)[idx].apply(torch.relu)   # .set(v) puts a value",
-        )
+        what, why = f"{function}: `fn` is {describe(fn)}.", "it is called with the chosen values."
+        raise ArgumentTypeError(what, why=why, fix="gg.at(x)[idx].apply(torch.relu)   # .set(v) puts a value")
     return fit(as_value(fn(values.clone()), x, function=function), values.shape, function=function)
 
 
 def check_kind(name: str, x: torch.Tensor, function: str) -> None:
-    if name in ("min", "max") and x.is_complex():
-        raise _undefined(function, x, "complex numbers have no order.", "gg.at(x.abs())")
-    if name == "divide" and not (x.is_floating_point() or x.is_complex()):
-        raise _undefined(
-            function, x, "a quotient is no integer, and the result keeps the dtype of x.", "gg.at(x.float())"
-        )
-    if name in ("subtract", "power") and x.dtype is torch.bool:
-        raise _undefined(function, x, "torch does not define it for booleans.", "gg.at(x.long())")
-
-
-def in_place(sign: str, name: str) -> ArgumentTypeError:
-    return ArgumentTypeError(
-        f"at(x)[idx] {sign}= v works in place.",
-        why="at() never touches x; an edit gives a new tensor.",
-        fix=f"y = gg.at(x)[idx].{name}(v)",
-    )
-
-
-def _undefined(function: str, x: torch.Tensor, why: str, fix: str) -> ArgumentTypeError:
-    return ArgumentTypeError(f"{function}: `x` is {describe(x)}.", why=why, fix=fix)
+    exact = not (x.is_floating_point() or x.is_complex())
+    for names, wrong, why, fix in (
+        ("min max", x.is_complex(), "complex numbers have no order.", "abs"),
+        ("divide", exact, "a quotient is no integer, and the result keeps the dtype of x.", "float"),
+        ("subtract power", x.dtype is torch.bool, "torch does not define it for booleans.", "long"),
+    ):
+        if wrong and name in names.split():
+            raise ArgumentTypeError(f"{function}: `x` is {describe(x)}.", why=why, fix=f"gg.at(x.{fix}())")
