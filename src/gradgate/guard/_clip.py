@@ -58,7 +58,6 @@ class ClippedTrial(LossTrial):
         self._failed: dict[int, StepFault] = {}
 
     def forward(self, batch: Any, size: int) -> Outcome:
-        """Compute the loss of each sample."""
         self._failed = {}
         with self._parameters_in_place():
             losses = [loss for loss, _ in self._one_by_one(batch, size, backward=False)]
@@ -76,13 +75,13 @@ class ClippedTrial(LossTrial):
             except Exception as error:  # whatever it is, it shows again in a pass of single samples
                 if must_pass(error):
                     raise
-                self._state.restore()
+                self.state.restore()
             return self._clipped(self._one_by_one(batch, size, backward=True), size)
 
     @contextmanager
     def _parameters_in_place(self) -> Iterator[None]:
         """Put the parameters back into their modules in the end, where an interrupt tears `functional_call` apart."""
-        patches = self._state.patches
+        patches = self.state.patches
         with patches.block():
             for module in self._model.modules():
                 table = parameters_of(module)
@@ -153,7 +152,7 @@ class ClippedTrial(LossTrial):
         for index in torch.split(torch.arange(size, device="cpu"), rows):
             gradients, losses = gradient(values, index.unsqueeze(1))
             yield losses.detach(), {name: of_samples for name, of_samples in gradients.items() if name in used}
-        if self._state.was_rebound():
+        if self.state.was_rebound():
             raise RuntimeError("the model has assigned a buffer, which is of no use after vmap")
 
     def _alone(self, parameters: Gradients, sample: Any) -> Outcome:
@@ -197,7 +196,7 @@ class ClippedTrial(LossTrial):
             outcome = self._alone(self._leaves(), take([row], index_of([row])))
             if outcome.fault is None:
                 break
-        self._state.restore()
+        self.state.restore()
         if outcome.fault is not None or outcome.skipped:
             return
         leaves = [leaf_of(node) for node in nodes_below([outcome.value])]

@@ -7,7 +7,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -63,28 +63,22 @@ class Guard:
         patience: How many steps in a row may have bad samples; the last of them raises.
         select: `select(batch, rows)` returns a batch of these rows only, for batches that the guard cannot cut.
         count: `count(batch)` returns the number of samples, where the guard cannot tell.
-        batch_dim: The dimension of tensors that samples are stacked along; or such dimensions by key (or attribute, or
-            position in a tuple), where it is not 0: `{"position_ids": 1}`.
+        batch_dim: The dimension that samples are stacked along; or such by key or position: `{"position_ids": 1}`.
         shared: Keys (attributes, positions) of what is not per sample, and goes with each part of a batch as it is.
-        ids: Where the ids of the samples are in a batch: a key or attribute of it, or a function of it. The batches of
-            `gg.resilient(loader)` need none: the guard finds their ids by itself.
+        ids: Where a batch has its ids: a key, an attribute or a function. Batches of `gg.resilient(loader)` need none.
         payload: Give the bad samples themselves to the ledger or sink, too.
         sink: Takes the incidents, besides or instead of a ledger.
-        log: `log(tag, value, step)` takes the counters of each step: `gradgate/kept`, `gradgate/dropped`,
-            `gradgate/dropped_total`, and after a step with bad samples `gradgate/bad_steps`. Of several ranks, the
-            first logs for all.
+        log: `log(tag, value, step)` takes the counters of each step (`gradgate/kept`, `dropped`, `dropped_total`, and
+            of a bad one `bad_steps`). Of several ranks, the first logs for all.
         min_kept: With fewer good samples left, no step is made: gradients stay as they are and `result.kept` is empty.
             2 suits BatchNorm, which cannot work with one sample.
         run: The name of the run in incidents.
-        out_of_memory: What happens where a batch does not fit into memory: "raise"; "split" it into halves, and these
-            again, with the gradients added so that they are those of the mean over the batch; or "skip" it.
-            `result.exact` says whether samples meet in the model or the loss. With several ranks only "raise".
-        history: Write the loss of every sample into the ledger, if the loss function returns one loss for each and
-            the ids are known: `ledger.hardest()`, `ledger.suspicious()`. They are written every 64 steps, with
-            `state_dict`, and at the end of `loop`; over ranks, each writes those of its own samples.
-        clip_samples: The largest 2-norm of the gradient of one sample, over all guarded parameters: longer ones are
-            scaled down to it before the mean over the kept samples is taken. The loss of a sample is that of a batch
-            of it alone. Not where samples meet (BatchNorm in training mode), nor over ranks.
+        out_of_memory: What happens where a batch does not fit into memory: "raise", "skip" it, or "split" it in halves
+            as often as it takes; `result.exact` says whether samples meet then. With several ranks only "raise".
+        history: Write the loss of every sample into the ledger (`ledger.hardest()`, `ledger.suspicious()`), where the
+            loss function returns them and ids are known: every 64 steps, with `state_dict`, at the end of `loop`.
+        clip_samples: The largest 2-norm of the gradient of one sample; longer ones are scaled down before the mean is
+            taken. The loss of a sample is that of a batch of it alone: not with BatchNorm in training, nor over ranks.
 
     Raises:
         ArgumentTypeError: The model is no module, or one that ranks share in a way that is not supported; `catch` holds
@@ -191,12 +185,10 @@ class Guard:
         Args:
             batch: Tensors, and lists, tuples, dicts, dataclasses and named tuples of them; lists of anything; objects
                 with `__getitem__`; whatever else with `Guard(select=...)`. None is a batch of no samples.
-            loss_fn: Runs the model on a batch and returns the mean loss; or one loss for each sample, of which the mean
-                is taken; or `(total, count)`, the sum of the loss and how much it is a sum of (tokens, pixels), see
-                `finish`. It may be called several times with parts of the batch.
+            loss_fn: Runs the model on a batch, or several times on parts of it, and returns the mean loss, one loss for
+                each sample, or `(total, count)`: the sum of the loss and of how much (tokens, pixels), see `finish`.
             ids: The ids of the samples, one for each row, where the guard cannot find them by itself.
-            scaler: A `torch.amp.GradScaler`: gradients are scaled, and an overflow that is gone without scaling is
-                left for it to see.
+            scaler: A `torch.amp.GradScaler`; an overflow that is gone without scaling is left for it to see.
             accumulate: How many micro-batches make one step of the optimizer: a mean loss is divided by it before
                 backward. `result.loss` is not. A total is divided by `finish` only.
 
@@ -467,13 +459,9 @@ class Guard:
 
 def _calls_of(guard: Guard) -> int:
     """Count the steps of a guard that are running: the stacks of all threads know, whatever was interrupted."""
-    steps, calls = {Guard.backward.__code__, Guard.forward.__code__}, 0
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            calls += frame.f_code in steps and frame.f_locals.get("self") is guard
-            frame = frame.f_back
-    return calls
+    steps = {Guard.backward.__code__, Guard.forward.__code__}
+    frames = (frame for top in sys._current_frames().values() for frame, _ in walk_stack(top))
+    return sum(frame.f_code in steps and frame.f_locals.get("self") is guard for frame in frames)
 
 
 def _rebuilt(kind: type[Guard], arguments: dict[str, Any], counted: dict[str, Any]) -> Guard:
@@ -490,38 +478,33 @@ def _check_arguments(given: Mapping[str, Any], catch: tuple[Any, ...], *, ranks:
 
     def check(name: str, good: object, why: str, fix: str, error: Callable[..., ArgumentError] = wrong_value) -> None:
         if not good:
-            raise error(given[name], name, "Guard", why, fix)
+            line = fix if fix.startswith(("gg.", "torch.")) else f"gg.Guard(model, {fix})"
+            raise error(given[name], name, "Guard", why, line)
 
-    why = "it lists the exceptions that may be blamed on a sample."
-    good = catch and all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in catch)
-    check("catch", good, why, "gg.Guard(model, catch=(ValueError, RuntimeError))", wrong_type)
-    why = "it is a share of the batch, from 0 to 1."
-    check("max_bad", 0 <= given["max_bad"] <= 1, why, "gg.Guard(model, max_bad=0.5)")
-    why = "it is a number of steps, 1 or more."
-    check("patience", given["patience"] >= 1, why, "gg.Guard(model, patience=20)")
-    why = "it is a number of samples, 1 or more."
-    check("min_kept", given["min_kept"] >= 1, why, "gg.Guard(model, min_kept=1)")
     dims = given["batch_dim"].values() if isinstance(given["batch_dim"], Mapping) else (given["batch_dim"],)
+    shared, sink, log, clip = (given[name] for name in ("shared", "sink", "log", "clip_samples"))
+    why, fix = "it lists the exceptions that may be blamed on a sample.", "catch=(ValueError, RuntimeError)"
+    good = catch and all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in catch)
+    check("catch", good, why, fix, wrong_type)
+    check("max_bad", 0 <= given["max_bad"] <= 1, "it is a share of the batch, from 0 to 1.", "max_bad=0.5")
+    check("patience", given["patience"] >= 1, "it is a number of steps, 1 or more.", "patience=20")
+    check("min_kept", given["min_kept"] >= 1, "it is a number of samples, 1 or more.", "min_kept=1")
     why = "it is a dimension counted from the front, or such a dimension for each of some keys."
     fix = 'gg.Guard(model, batch_dim=0)   # or batch_dim={"position_ids": 1}'
     check("batch_dim", all(isinstance(dim, int) and dim >= 0 for dim in dims), why, fix)
-    shared, why = given["shared"], "it lists the keys of a batch that are not per sample."
-    good = isinstance(shared, Iterable) and not isinstance(shared, str)
-    check("shared", good, why, f"gg.Guard(model, shared=({shared!r},))", wrong_type)
+    why, fix = "it lists the keys of a batch that are not per sample.", f"gg.Guard(model, shared=({shared!r},))"
+    check("shared", isinstance(shared, Iterable) and not isinstance(shared, str), why, fix, wrong_type)
     why = "a sink takes incidents with `record_many(incidents, payloads=None)`."
-    good = given["sink"] is None or isinstance(given["sink"], Sink)
-    check("sink", good, why, 'gg.Guard(model, ledger="run.ledger")', wrong_type)
+    check("sink", sink is None or isinstance(sink, Sink), why, 'ledger="run.ledger"', wrong_type)
     why = "it is called with a tag, a value and a step."
     fix = "gg.Guard(model, log=writer.add_scalar)   # writer = torch.utils.tensorboard.SummaryWriter()"
-    check("log", given["log"] is None or callable(given["log"]), why, fix, wrong_type)
+    check("log", log is None or callable(log), why, fix, wrong_type)
     why = "the losses of samples are written into a ledger, and there is no `ledger`."
-    good = not given["history"] or given["ledger"] is not None
-    check("history", good, why, 'gg.Guard(model, ledger="run.ledger", history=True)')
+    check("history", not given["history"] or given["ledger"] is not None, why, 'ledger="run.ledger", history=True')
     good = given["out_of_memory"] in ("raise", "split", "skip")
-    check("out_of_memory", good, "it is one of 'raise', 'split', 'skip'.", 'gg.Guard(model, out_of_memory="split")')
-    clip, why = given["clip_samples"], "it is the largest 2-norm of the gradient of one sample."
+    check("out_of_memory", good, "it is one of 'raise', 'split', 'skip'.", 'out_of_memory="split"')
     good = clip is None or (isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip < float("inf"))
-    check("clip_samples", good, why, "gg.Guard(model, clip_samples=1.0)")
+    check("clip_samples", good, "it is the largest 2-norm of the gradient of one sample.", "clip_samples=1.0")
     if ranks:
         why = "several ranks share the model: the others wait in collectives that this one makes again, or not at all."
         fix = 'gg.Guard(model, out_of_memory="raise")   # and smaller batches'

@@ -1,16 +1,14 @@
 """A step in parts: where the batch does not fit into memory.
 
-The parts are steps of their own, with a search of their own for bad samples. Their gradients are set aside one after
-the other, and joined with the weights that make them the gradient of the mean over all that was kept. That equals the
-step on the whole batch, up to the rounding of sums, if the loss of the batch is the mean of the losses of its parts. It
-is not where samples meet: in a BatchNorm, in a mean over tokens, in a loss that compares samples, in a dropout that
-draws other numbers. So the loss of the whole batch is computed too, without a graph, which takes far less memory, and
-compared.
+The parts are steps of their own, each with its own search for bad samples. Their gradients are joined to that of the
+mean over all that was kept: the step on the whole batch, up to the rounding of sums, unless samples meet in a
+BatchNorm, a mean over tokens or a loss that compares them, or a dropout draws other numbers. So the loss of the whole
+batch is computed too, without a graph, which takes far less memory, and compared.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,14 +27,14 @@ _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """How far apart two equal losses may be, as a share of them; 1e-2 in lower precisions."""
 
 
+@dataclass(slots=True)
 class StepInParts:
     """One step of a guard that has less memory than the batch needs."""
 
-    def __init__(self, guard: Guard, batch: Any, ids: Ids | None, how: tuple[Any, ...]) -> None:
-        self._guard = guard
-        self._batch = batch
-        self._ids = ids
-        self._how = how  # the arguments of a trial
+    _guard: Guard
+    _batch: Any
+    _ids: Ids | None
+    _how: tuple[Any, ...]  # the arguments of a trial
 
     def run(self) -> GuardResult:
         """Make the step on the whole batch, or in as many parts as it takes."""
@@ -47,7 +45,7 @@ class StepInParts:
             if not is_out_of_memory(error):
                 raise
             fault = StepFault.raised(error)
-            incident = replace(incident_of(fault, guard._common(), {}), cause="out of memory")
+            incident = incident_of(fault, guard._common(), cause="out of memory", transient=True)
             failed = error.with_traceback(None)  # it holds the activations
             del fault
         self._batch = untouched
@@ -73,6 +71,7 @@ class StepInParts:
 
     def _in_parts(self, incident: Incident, size: int) -> GuardResult:
         guard, before, step = self._guard, self._guard._tally, self._guard.global_step
+        closed = replace(before, window=None)  # so that a part's window is its own
         names, expected = guard._ids_of(self._batch, size, self._ids), self._whole_loss()
         waiting = [range(size // 2), range(size // 2, size)]
         results, kept = list[GuardResult](), list[int]()
@@ -80,9 +79,8 @@ class StepInParts:
         totals: torch.Tensor | None = None  # where the loss function returns a total and its count
         while waiting:
             rows = waiting.pop(0)
-            guard._tally, guard.global_step = before, step
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            guard._tally, guard.global_step = closed, step
+            torch.cuda.empty_cache()
             try:
                 ids = None if names is None else [names[row] for row in rows]
                 result = guard._own_step(guard._reader.select(self._batch, rows, size), ids, self._how, rows.start)
@@ -96,9 +94,7 @@ class StepInParts:
             kept += [rows.start + row for row in result.kept]
             if not result.kept:
                 continue
-            sums = None if guard._tally.window is before.window else guard._tally.window
-            if sums is not None:
-                sums = sums if before.window is None else sums - before.window
+            if (sums := guard._tally.window) is not None:
                 totals = sums if totals is None else totals + sums
             for parameter in guard._state.parameters:
                 if parameter.grad is not None:
@@ -147,7 +143,7 @@ class StepInParts:
     def _record(self, incident: Incident, details: dict[str, Any]) -> Incident:
         incident = replace(incident, details=details)
         log([incident])
-        hand_over([incident], self._guard._sinks, None, None, payload=False)
+        hand_over(self._guard, [incident], None, None)
         return incident
 
 

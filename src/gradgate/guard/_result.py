@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -16,6 +16,9 @@ from gradgate.errors import ArgumentValueError, GradgateError, LedgerError, Ledg
 from gradgate.guard._trial import StepFault
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Sink
+
+if TYPE_CHECKING:
+    from gradgate.guard._guard import Guard
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
@@ -41,10 +44,7 @@ def incident_table(incidents: Sequence[Incident]) -> str:
 
 def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    written = (
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [head, *lines]
-    )
-    return "\n".join(line.rstrip() for line in written)
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in [head, *lines])
 
 
 def incident_line(incident: Incident) -> str:
@@ -56,12 +56,9 @@ def incident_line(incident: Incident) -> str:
     """
     row, sample, stage, cause, where, what = _cells(incident)
     who = f"sample {sample} (row {row})" if incident.sample_id is not None else f"row {row}"
-    if "refused" in incident.details:
-        who = f"refused because of {who}"
-    elif incident.transient:
+    who = f"refused because of {who}" if "refused" in incident.details else f"dropped {who}"
+    if incident.transient and "refused" not in incident.details:
         who = "a fault that did not come again, nothing dropped"
-    else:
-        who = f"dropped {who}"
     place = "" if incident.where is None else f" at {where}"
     step = "" if incident.step is None else f"step {incident.step}: "
     return f"{step}{who}: {cause} in {incident.module or stage}{place}{': ' if what else ''}{what}"
@@ -156,12 +153,8 @@ def _backward(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
-def _no_state() -> None:
-    return None
-
-
 # On the tensor itself, which stays a plain one. Its state is empty, so that torch.save writes no function with it.
-_LOSS_HAS = {"backward": _backward, "__getstate__": _no_state}
+_LOSS_HAS = {"backward": _backward, "__getstate__": lambda: None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,34 +304,20 @@ def log(incidents: Iterable[Incident]) -> None:
 
 
 def hand_over(
-    incidents: Sequence[Incident],
-    sinks: Iterable[Sink],
-    samples: dict[str, bytes] | None,
-    snapshot: bytes | None,
-    *,
-    payload: bool,
+    guard: Guard, incidents: Sequence[Incident], samples: dict[str, bytes] | None, snapshot: bytes | None
 ) -> None:
-    """Hand incidents to those who keep them."""
-    for sink in sinks:
+    for sink in guard._sinks:
         if isinstance(sink, Ledger):
-            wanted = samples if payload or sink.payload else None
+            wanted = samples if guard.payload or sink.payload else None
             sink.record_many(incidents, wanted, snapshot=snapshot if sink.snapshot else None)
         else:
-            sink.record_many(incidents, samples if payload else None)
+            sink.record_many(incidents, samples if guard.payload else None)
 
 
-def incident_of(fault: StepFault, common: Mapping[str, Any], details: dict[str, Any]) -> Incident:
-    """Make the incident of a fault for which nobody is dropped."""
-    return Incident(
-        **common,
-        stage=fault.stage,
-        cause=fault.cause,
-        exception_type=fault.exception_type,
-        message=fault.message,
-        where=fault.where,
-        transient=True,
-        details=details,
-    )
+def incident_of(fault: StepFault, common: Mapping[str, Any], **more: Any) -> Incident:
+    """Make the incident of a fault, with what is known besides, or better."""
+    known = {name: getattr(fault, name) for name in ("stage", "cause", "exception_type", "message", "where")}
+    return Incident(**{**known, **common, **more})
 
 
 # --- Losses of samples ----------------------------------------------------------------------------------------------

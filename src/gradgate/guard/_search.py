@@ -13,10 +13,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,7 +25,6 @@ from torch.autograd.graph import Node
 from gradgate._names import listed
 from gradgate._patches import Patches
 from gradgate._source import Line, definition_line, running_line, written
-from gradgate._state import TrainingState
 from gradgate._torch_private import (
     ThreadModes,
     anything_compiled,
@@ -34,17 +33,8 @@ from gradgate._torch_private import (
     is_compiled,
     watched_modules,
     write_grad_mode,
-    write_mark,
 )
-from gradgate._trees import (
-    BatchReader,
-    batch_dim_of,
-    index_of,
-    non_finite_rows,
-    select_rows,
-    tensors_in,
-    with_own_containers,
-)
+from gradgate._trees import batch_dim_of, index_of, non_finite_rows, select_rows, tensors_in, with_own_containers
 from gradgate.errors import GradgateError, TooManyBadSamples
 from gradgate.guard._trial import LossTrial, Outcome, StepFault, Trial, advice, must_pass
 from gradgate.records import Stage
@@ -268,15 +258,10 @@ def _repeated(rows: Group, size: int) -> Group:
     return list(islice(cycle(rows), size))
 
 
-def _parts(group: Group, count: int) -> Iterator[Group]:
+def _parts(group: Group, count: int) -> list[Group]:
     """Cut a group into parts of nearly equal length."""
-    size, longer = divmod(len(group), count)
-    start = 0
-    for number in range(count):
-        stop = start + size + (number < longer)
-        if stop > start:
-            yield group[start:stop]
-        start = stop
+    ends = [-(-len(group) * number // count) for number in range(count + 1)]
+    return [group[start:end] for start, end in pairwise(ends) if start < end]
 
 
 def spread(rows: Sequence[int], count: int) -> Group:
@@ -297,23 +282,21 @@ class Sighting:
     norms: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Observer:
     """Hooks around one replay."""
 
-    def __init__(self, size: int, batch_dim: int, patches: Patches, *, values: bool, gradients: bool) -> None:
-        self._size = size
-        self._batch_dim = batch_dim
-        self._patches = patches
-        self._values = values
-        self._gradients = gradients
-        self._thread = threading.get_ident()
-        self._known: dict[int, tuple[torch.Tensor, tuple[int, int], frozenset[int]]] = {}
-        self._finite: tuple[torch.nn.Module | None, Line | None] = (None, None)
-        self._itself = weakref.proxy(self)
-        self._hooked: set[tuple[Node | torch.Tensor, int]] = set()
-        self._done = False
-        self.modules: dict[torch.nn.Module, None] = {}
-        self.sightings: list[Sighting] = []
+    _size: int
+    _batch_dim: int
+    _patches: Patches
+    _values: bool
+    _gradients: bool
+    _thread: int = field(default_factory=threading.get_ident)
+    _finite: tuple[torch.nn.Module | None, Line | None] = (None, None)
+    _hooked: set[tuple[Node | torch.Tensor, int]] = field(default_factory=set)
+    _done: bool = False
+    modules: dict[torch.nn.Module, None] = field(default_factory=dict)
+    sightings: list[Sighting] = field(default_factory=list)
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
@@ -333,18 +316,12 @@ class Observer:
 
     def _look(self, tensors: list[torch.Tensor], module: torch.nn.Module | None) -> None:
         """Look at what a module takes or gives, and note which rows are not finite while these are some of them."""
-        rows = frozenset[int]().union(*map(self._rows, tensors))
+        rows = non_finite_rows(tensors, self._size, self._batch_dim)
         if rows and len(rows) < self._size:
             if rows != self.hint:
                 self.sightings.append(Sighting(rows, module, _written(running_line()) if module else None))
         elif rows and self.sightings:
             self._done = True  # all rows at once after some: something mixed them
-
-    def _rows(self, tensor: torch.Tensor) -> frozenset[int]:
-        known, mark = self._known.get(id(tensor)), write_mark(tensor)
-        if known is None or known[0] is not tensor or known[1] != mark:
-            known = self._known[id(tensor)] = tensor, mark, non_finite_rows([tensor], self._size, self._batch_dim)
-        return known[2]
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -369,7 +346,7 @@ class Observer:
                 continue
             self._hooked.add(source)
             # A hook must not hold the tensor that will hold it, nor the observer, which holds some of them.
-            look = partial(Observer._look_back, self._itself, module=module, line=running_line())
+            look = partial(Observer._look_back, weakref.proxy(self), module=module, line=running_line())
             if tensor.grad_fn is None:
                 call_with_gradient(self._patches, tensor, look)
             else:
@@ -422,22 +399,17 @@ class Blame:
 class Probes:
     """Runs the user's function on some rows of a batch, to find out which of them are to blame for a fault."""
 
-    def __init__(
-        self, trial: Trial, state: TrainingState, reader: BatchReader, batch: Any, rows: Group, fault: StepFault
-    ) -> None:
+    def __init__(self, recovery: Recovery, rows: Group, fault: StepFault, *, eager: bool) -> None:
         self.repeated = False
         self.modules: list[torch.nn.Module] = []
-        self._trial = trial
-        self._state = state
-        self._batch = batch
-        self._rows = rows  # of the whole batch, which this one has
-        self._size = len(rows)
+        self._trial, self._state = recovery.probe, recovery.state
+        self._batch, self._reader = recovery.batch_of(rows), recovery.reader
+        self._rows, self._size = rows, len(rows)
         self._fault = fault
-        self._batch_dim, self._layout = reader.batch_dim, reader.layout
-        self._take = reader.taking(batch, self._size)
+        self._eager = eager
+        self._take = self._reader.taking(self._batch, self._size)
         self._ask = partial(Probes._test, weakref.proxy(self))  # a search must not hold the probes that hold it
         self.search = Search([], self._ask)
-        self.eager = False
         self._runs_backward = fault.stage == "backward"
         self._recording = self._runs_backward
         self._passed = False
@@ -461,7 +433,7 @@ class Probes:
         values, gradients = fault.error is None and not self._runs_backward, fault.cause == "non-finite gradient"
         for recording in (True,) if self._runs_backward else (False, True):  # some losses call backward themselves
             self._recording = recording
-            observer = Observer(self._size, self._batch_dim, self._state.patches, values=values, gradients=gradients)
+            observer = Observer(self._size, self._reader.batch_dim, self._state.patches, values, gradients)
             batch = with_own_containers(self._batch)
             with observer.watching(batch):
                 outcome = self._run(batch, self._size)
@@ -469,7 +441,7 @@ class Probes:
             if outcome.fault is not None and outcome.fault.same_as(fault):
                 break
         again = outcome.fault
-        if again is not None and (again.same_as(fault) or (self.eager and again.error and fault.error)):
+        if again is not None and (again.same_as(fault) or (self._eager and again.error and fault.error)):
             self._fault = again  # compiled code words its errors differently
             self.repeated = True
         return observer, outcome.bad_rows or observer.hint
@@ -482,9 +454,9 @@ class Probes:
         everything = list(range(self._size))
 
         def test(rows: Group) -> Verdict:
-            index = index_of(rows)
+            index, layout = index_of(rows), self._reader.layout
             try:
-                args, kwargs = (select_rows(t, index, self._size, self._layout) for t in (call.args, call.kwargs))
+                args, kwargs = (select_rows(given, index, self._size, layout) for given in (call.args, call.kwargs))
                 call.module(*args, **kwargs)
             except Exception as error:
                 if must_pass(error):
@@ -541,7 +513,7 @@ class Probes:
             yield
 
     def _as_written(self) -> AbstractContextManager[None]:
-        return compiled_as_written(self._state.patches) if self.eager else nullcontext()
+        return compiled_as_written(self._state.patches) if self._eager else nullcontext()
 
     def _blame(self, rows: tuple[int, ...], hint: frozenset[int], sightings: list[Sighting]) -> Blame:
         fault = self._fault
@@ -562,25 +534,13 @@ class Probes:
         return Blame(group, fault, message, stage, module, where, norm, method, self.search.tests)
 
 
-@dataclass(slots=True)
-class Recovered:
-    """How a recovery ended."""
-
-    outcome: Outcome | None
-    kept: list[int]
-    dropped: list[Blame] = field(default_factory=list)
-    transient: list[StepFault] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    whole: StepFault | None = None  # that every sample has, on this rank
-    evidence: str = ""
+Refuse = Callable[[Sequence[Blame], StepFault], None]
 
 
 class Recovery:
-    """The way back from one fault."""
+    """The way back from one fault, and how it ended."""
 
-    def __init__(
-        self, guard: Guard, trial: Trial, batch: Any, size: int, refuse: Callable[[Sequence[Blame]], None] | None
-    ) -> None:
+    def __init__(self, guard: Guard, trial: Trial, batch: Any, size: int, refuse: Refuse | None) -> None:
         self.trial = self.probe = trial
         self.state = guard._state
         self.outsiders = guard._outsiders
@@ -591,39 +551,43 @@ class Recovery:
         self.refuse = refuse  # None where all ranks decide together
         self.compiled = anything_compiled() or any(map(is_compiled, self.state.modules))
         if isinstance(trial, LossTrial) and trial.scaler is not None:
-            unscaled = trial.function, self.state, trial.check, trial.catch
-            self.probe = LossTrial(*unscaled, accumulate=trial.accumulate)
+            self.probe = replace(trial, scaler=None, faults=[])
+        self.outcome = Outcome()
+        self.kept = list(range(size))
+        self.dropped: list[Blame] = []
+        self.transient: list[StepFault] = []
+        self.reasons: list[str] = []
+        self.whole: StepFault | None = None  # that every sample has, on this rank
+        self.evidence = ""
 
-    def run(self, fault: StepFault) -> Recovered:
+    def run(self, fault: StepFault) -> None:
         """Find who is to blame for a fault, and make the step without them."""
         marks = self.state.parameter_marks()
         self.outsiders.look(self.trial.function)
-        result = self._run(fault, Recovered(None, list(range(self.size))))
+        if (outcome := self._left_to_scaler(fault, self.kept)) is not None:
+            self.outcome = outcome
+        else:
+            self._run(fault)
         for trial in {self.trial, self.probe}:
-            trial.let_go(but=[*result.transient, result.whole])
-        written = self.state.written_parameters(marks)
-        if written:
-            result.reasons.append(f"parameters are written inside the step: {listed(written, 3)}")
+            trial.let_go(but=[*self.transient, self.whole])
+        if written := self.state.written_parameters(marks):
+            self.reasons.append(f"parameters are written inside the step: {listed(written, 3)}")
         if strangers := self.outsiders.written():
-            result.reasons.append(strangers)
+            self.reasons.append(strangers)
         if appeared := self.state.new_buffers():
-            result.reasons.append(f"buffers appeared inside the step: {listed(appeared, 3)}")
-        return result
+            self.reasons.append(f"buffers appeared inside the step: {listed(appeared, 3)}")
 
-    def _run(self, fault: StepFault, result: Recovered) -> Recovered:
-        if (outcome := self._left_to_scaler(fault, result.kept)) is not None:
-            result.outcome = outcome
-            return result
+    def _run(self, fault: StepFault) -> None:
         retried = False
         while True:
-            probes = Probes(self.probe, self.state, self.reader, self._rows(result.kept), result.kept, fault)
-            probes.eager = self.compiled and not retried
-            outcome, kept, new = None, result.kept, list[Blame]()
+            probes = Probes(self, self.kept, fault, eager=self.compiled and not retried)
+            outcome, kept, new = None, self.kept, list[Blame]()
             for new in probes.localise():
                 blamed = {row for blame in new for row in blame.rows}
-                kept = [row for row in result.kept if row not in blamed]
+                kept = [row for row in self.kept if row not in blamed]
                 if len(kept) < self.min_kept:
-                    return self._give_up(result, new, kept, fault)
+                    self._give_up(new, len(kept), fault)
+                    return
                 outcome = self._try(kept)
                 if outcome.fault is None or not outcome.fault.same_as(fault):
                     break
@@ -631,33 +595,32 @@ class Recovery:
             self.outsiders.note(probes.modules)
             if not probes.repeated:
                 if retried:
-                    self._raise(fault, result, "it comes and goes: it did not show again when it was searched for")
+                    self._raise(fault, "it comes and goes: it did not show again when it was searched for")
                 retried = True
                 outcome = self._try(kept)
                 if outcome.fault is None:
-                    result.transient.append(fault)
+                    self.transient.append(fault)
             elif outcome is None and search.everyone and self.refuse is None:
-                return self._drop_all(result, fault, search)
+                self._drop_all(fault, search)
+                return
             elif outcome is None or search.by_size:
-                self._raise(fault, result, _explained(search, len(result.kept)))
-            result.kept = kept
-            result.dropped += new
-            self._refuse(result, fault)
+                self._raise(fault, _explained(search, len(self.kept)))
+            self._drop(new, kept, fault)
             if outcome.fault is None:
-                result.outcome = outcome
+                self.outcome = outcome
                 if self.trial.runs_backward and outcome.skipped:
-                    result.kept = []
-                return result
+                    self.kept = []
+                return
             fault = outcome.fault
 
-    def _rows(self, rows: list[int]) -> Any:
+    def batch_of(self, rows: list[int]) -> Any:
         if len(rows) == self.size:
             return with_own_containers(self.batch)
         return self.reader.select(self.batch, rows, self.size)
 
     def _try(self, rows: list[int]) -> Outcome:
         self.state.restore()
-        outcome = self.trial.run(self._rows(rows), len(rows))
+        outcome = self.trial.run(self.batch_of(rows), len(rows))
         if outcome.fault is not None and (left := self._left_to_scaler(outcome.fault, rows)) is not None:
             return left
         return outcome
@@ -667,42 +630,36 @@ class Recovery:
         if self.trial is self.probe or fault.cause != "non-finite gradient":
             return None
         self.state.restore()
-        if self.probe.run(self._rows(rows), len(rows)).fault is not None:
+        if self.probe.run(self.batch_of(rows), len(rows)).fault is not None:
             return None
         self.state.restore()
-        outcome = self.trial.run(self._rows(rows), len(rows))
+        outcome = self.trial.run(self.batch_of(rows), len(rows))
         outcome.fault = None
         return outcome
 
-    def _refuse(self, result: Recovered, fault: StepFault) -> None:
-        try:
-            if self.refuse is not None:
-                self.refuse(result.dropped)
-        except TooManyBadSamples as refused:
-            raise refused from fault.error
+    def _drop(self, new: list[Blame], kept: list[int], fault: StepFault) -> None:
+        self.dropped += new
+        self.kept = kept
+        if self.refuse is not None:
+            self.refuse(self.dropped, fault)
 
-    def _give_up(self, result: Recovered, new: list[Blame], kept: list[int], fault: StepFault) -> Recovered:
-        result.dropped += new
-        self._refuse(result, fault)
+    def _give_up(self, new: list[Blame], left: int, fault: StepFault) -> None:
+        self._drop(new, [], fault)
         self.state.restore()
-        result.kept = []
-        result.reasons.append(
-            f"only {len(kept)} of {self.size} samples are left, fewer than min_kept={self.min_kept}: no step was made"
-        )
-        return result
+        few = f"only {left} of {self.size} samples are left, fewer than min_kept={self.min_kept}: no step was made"
+        self.reasons.append(few)
 
-    def _drop_all(self, result: Recovered, fault: StepFault, search: Search) -> Recovered:
+    def _drop_all(self, fault: StepFault, search: Search) -> None:
         """Make no step here: every sample has the fault. Whether it is the code's is for all ranks to say."""
         self.state.restore()
-        result.whole, result.evidence = fault, _explained(search, len(result.kept))
+        self.whole, self.evidence = fault, _explained(search, len(self.kept))
         why = fault, fault.message, fault.stage, fault.module, fault.where
-        result.dropped += [Blame((row,), *why, tests=search.tests) for row in result.kept]
-        result.kept = []
-        return result
+        self.dropped += [Blame((row,), *why, tests=search.tests) for row in self.kept]
+        self.kept = []
 
-    def _raise(self, fault: StepFault, result: Recovered, evidence: str) -> NoReturn:
-        if result.dropped:
-            rows = listed([row for blame in result.dropped for row in blame.rows])
+    def _raise(self, fault: StepFault, evidence: str) -> NoReturn:
+        if self.dropped:
+            rows = listed([row for blame in self.dropped for row in blame.rows])
             evidence = f"without the bad samples (rows {rows}) the batch cannot run either: {evidence}"
         if fault.error is None and (spoilt := self.state.spoilt_parameters()):
             evidence = f"{evidence}; parameters are not finite themselves: {listed(spoilt, 3)}"

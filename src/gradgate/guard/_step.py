@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -12,27 +12,11 @@ import torch
 from gradgate._loader_link import follow
 from gradgate._payload import encode
 from gradgate._state import capture
-from gradgate._torch_private import (
-    add_tensors,
-    as_written,
-    leaf_of,
-    nodes_below,
-    tree_flatten,
-    tree_unflatten,
-)
+from gradgate._torch_private import add_tensors, as_written, leaf_of, nodes_below, tree_flatten, tree_unflatten
 from gradgate._trees import Ids, batch_dim_of, index_of, read_ids, with_own_containers
 from gradgate.errors import TooManyBadSamples
-from gradgate.guard._result import (
-    GuardResult,
-    Tally,
-    Wishes,
-    hand_over,
-    incident_of,
-    incident_table,
-    log,
-    mean_of,
-)
-from gradgate.guard._search import Blame, Recovered, Recovery, raise_as_it_is
+from gradgate.guard._result import GuardResult, Tally, Wishes, hand_over, incident_of, incident_table, log, mean_of
+from gradgate.guard._search import Blame, Recovery, Refuse, raise_as_it_is
 from gradgate.guard._trial import LossTrial, Outcome, StepFault, Trial
 from gradgate.records import Incident
 
@@ -40,9 +24,10 @@ if TYPE_CHECKING:
     from gradgate.guard._guard import Guard
 
 Made = TypeVar("Made")
+Incidents = Sequence[Incident]
 
 
-class Step(ABC):
+class Step:
     """One call of a guard, alone or with other ranks."""
 
     def __init__(self, guard: Guard, batch: Any, ids: Ids | None, first_row: int = 0) -> None:
@@ -52,18 +37,21 @@ class Step(ABC):
         self._first_row = first_row  # of this part, where a batch is made in parts
         self._size = self._writes = 0
         self._outcome = Outcome()
-        self._recovered: Recovered | None = None
+        self._kept: Sequence[int] = ()
+        self._reasons: list[str] = []  # why the step may not be exact
+        self._recovery: Recovery | None = None
         self._incidents: tuple[Incident, ...] = ()
         self._names: Ids | None = None
         self._losses: torch.Tensor | None = None  # of the samples, in the first try
         self._wishes: Wishes | None = None
         self._snapshot: bytes | None = None
 
-    @abstractmethod
-    def _record(self, incidents: Sequence[Incident]) -> None:
+    def _record(self, incidents: Incidents) -> None:
         """Pass incidents to the log and to those who keep them."""
+        log(incidents)
+        hand_over(self._guard, incidents, self._samples(incidents), self._snapshot)
 
-    def _search(self, trial: Trial, refuse: Callable[[Sequence[Blame]], None] | None = None) -> None:
+    def _search(self, trial: Trial, refuse: Refuse | None = None) -> None:
         """Find out who is to blame for a failed try, and make it without them."""
         guard, state, failed = self._guard, self._guard._state, self._outcome
         assert failed.fault is not None
@@ -76,9 +64,11 @@ class Step(ABC):
             state.restore()
             model = guard._modules[0] if len(guard._modules) == 1 else torch.nn.ModuleList(guard._modules)
             self._snapshot = capture(model, limit=self._wishes.snapshot)
-        found = self._recovered = Recovery(guard, trial, self._batch, self._size, refuse).run(failed.fault)
-        self._outcome = found.outcome or Outcome()
-        self._incidents = self._dropped(found.dropped) + tuple(map(self._transient, found.transient))
+        recovery = Recovery(guard, trial, self._batch, self._size, refuse)
+        recovery.run(failed.fault)
+        self._outcome, self._kept, self._reasons = recovery.outcome, recovery.kept, recovery.reasons
+        self._incidents = self._dropped(recovery.dropped) + tuple(map(self._transient, recovery.transient))
+        self._recovery = recovery
 
     def _dropped(self, blames: Iterable[Blame]) -> tuple[Incident, ...]:
         pairs = [(row, blame) for blame in blames for row in blame.rows]
@@ -92,13 +82,13 @@ class Step(ABC):
         name = None if self._names is None else self._names[row]
         # The mean of a batch is not the sample's own loss, unless it is spoilt.
         loss = fault.loss if fault.cause == "non-finite loss" else None
-        return Incident(
-            **self._guard._common(),
+        return incident_of(
+            fault,
+            self._guard._common(),
             sample_id=None if name is None else str(name.tolist() if isinstance(name, torch.Tensor) else name),
             row=self._first_row + row,
             stage=blame.stage,
             cause="together" if together else fault.cause,
-            exception_type=fault.exception_type,
             message=blame.message,
             where=blame.where,
             module=self._path(blame.module),
@@ -110,8 +100,8 @@ class Step(ABC):
     def _transient(self, fault: StepFault) -> Incident:
         """Make the incident of a fault that did not come again: nobody's, so without a row."""
         details = {"batch": self._size, "tried": "the same batch once more under the same state"}
-        incident = incident_of(fault, self._guard._common(), details)
-        return replace(incident, module=self._path(fault.module), loss=fault.loss)
+        known = {"module": self._path(fault.module), "loss": fault.loss, "details": details}
+        return incident_of(fault, self._guard._common(), transient=True, **known)
 
     def _path(self, sought: torch.nn.Module | None) -> str | None:
         """Name a module by its path below a guarded one; by its class if it is that itself, or in none."""
@@ -124,7 +114,7 @@ class Step(ABC):
                     return f"{number}.{path}" if path and len(roots) > 1 else path or type(module).__name__
         return None if sought is None else type(sought).__name__
 
-    def _samples(self, incidents: Sequence[Incident]) -> dict[str, bytes] | None:
+    def _samples(self, incidents: Incidents) -> dict[str, bytes] | None:
         """Encode the samples of incidents, if somebody keeps them."""
         if self._wishes is None or (limit := self._wishes.payload) is None:
             return None
@@ -132,7 +122,7 @@ class Step(ABC):
         rows = {one.id: one.row - self._first_row for one in incidents if one.row is not None}
         return {name: encode(take(self._batch, [row], self._size), limit=limit) for name, row in rows.items()} or None
 
-    def _judge(self, incidents: Sequence[Incident], size: int, *, at_end: bool) -> None:
+    def _judge(self, incidents: Incidents, size: int, fault: StepFault | None = None, *, at_end: bool = False) -> None:
         """Refuse a step of which too much is bad or, at its end, the last of too many bad steps in a row."""
         guard, in_a_row = self._guard, self._guard._tally.in_a_row + 1
         dropped = tuple(incident for incident in incidents if not incident.transient)
@@ -150,9 +140,10 @@ class Step(ABC):
             return
         dropped = tuple(replace(one, transient=too_many, details={**one.details, "refused": True}) for one in dropped)
         self._record(dropped)
-        whole = None if self._recovered is None else self._recovered.whole
+        if self._recovery is not None:
+            fault = self._recovery.whole
         refusal = TooManyBadSamples(f"Guard: {what}:\n{incident_table(dropped)}", why=why, fix=fix, incidents=dropped)
-        raise refusal from (None if whole is None else whole.error)
+        raise refusal from (None if fault is None else fault.error)
 
     def _note_losses(self, result: GuardResult) -> None:
         """Keep the losses of samples for the ledger, where the guard has a history."""
@@ -168,12 +159,13 @@ class Step(ABC):
         guard._first = False
 
 
-class OwnStep(Step, Generic[Made]):
+class OwnStep(Step, ABC, Generic[Made]):
     """One call of a guard that decides alone."""
 
     def __init__(self, guard: Guard, batch: Any, ids: Ids | None, first_row: int = 0) -> None:
         super().__init__(guard, batch, ids, first_row)
         self._size, self._writes, self.guests = guard._reader.read(batch, ids)
+        self._kept = range(self._size)
 
     @abstractmethod
     def _conclude(self) -> tuple[Made, Tally, int]:
@@ -205,16 +197,11 @@ class OwnStep(Step, Generic[Made]):
         batch, self._batch = self._batch, with_own_containers(self._batch)
         self._outcome = trial.run(batch, self._size)
         if self._outcome.fault is not None:
-            self._search(trial, lambda blames: self._judge(self._dropped(blames), self._size, at_end=False))
+            self._search(trial, lambda blames, fault: self._judge(self._dropped(blames), self._size, fault))
             self._judge(self._incidents, self._size, at_end=trial.runs_backward)
             self._record(self._incidents)
         elif trial.runs_backward and self._outcome.skipped:
-            self._recovered = Recovered(None, [])
-
-    def _record(self, incidents: Sequence[Incident]) -> None:
-        log(incidents)
-        evidence = self._samples(incidents), self._snapshot
-        hand_over(incidents, self._guard._sinks, *evidence, payload=self._guard.payload)
+            self._kept = []
 
 
 class LossStep(OwnStep[GuardResult]):
@@ -233,18 +220,17 @@ class LossStep(OwnStep[GuardResult]):
         return super().run(trial)
 
     def _conclude(self) -> tuple[GuardResult, Tally, int]:
-        guard, outcome, found = self._guard, self._outcome, self._recovered
-        if self._first or found is not None:
+        guard, outcome = self._guard, self._outcome
+        if self._first or self._recovery is not None:
             guard._outsiders.warn()
         loss, sums = outcome.value, outcome.sums
         if sums is not None:
             loss = mean_of(sums, loss)
         elif loss is None:
             loss, sums = torch.tensor(float("nan")), guard._sums_of_nothing()
-        kept, reasons = (range(self._size), ()) if found is None else (found.kept, found.reasons)
-        result = GuardResult(loss, outcome.per_sample, kept, self._incidents, reasons, outcome.clipped)
+        result = GuardResult(loss, outcome.per_sample, self._kept, self._incidents, self._reasons, outcome.clipped)
         tally = guard._tally.after_step(self._size, bad=bool(result.dropped), incidents=self._incidents, sums=sums)
-        guard._log_counts(len(kept), tally)
+        guard._log_counts(len(self._kept), tally)
         self._note_losses(result)
         return result, tally, guard.global_step + 1
 
@@ -256,13 +242,13 @@ class OutputStep(OwnStep[tuple[Any, torch.Tensor]]):
 
     def _conclude(self) -> tuple[tuple[Any, torch.Tensor], Tally, int]:
         """Return rows at their places among all rows of the batch, and which of them are real."""
-        guard, found, value = self._guard, self._recovered, self._outcome.value
+        guard, value = self._guard, self._outcome.value
         leaves, form = tree_flatten(value)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         keep = torch.ones(self._size, dtype=torch.bool, device=device)
-        if found is not None:
+        if self._recovery is not None:
             guard._outsiders.warn()
-            index = index_of(found.kept)
+            index = index_of(self._kept)
             keep = torch.zeros(self._size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)
             value = tree_unflatten([self._filled(leaf, index) for leaf in leaves], form)
         return (value, keep), guard._tally.after_incidents(self._incidents), guard.global_step

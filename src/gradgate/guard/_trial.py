@@ -14,11 +14,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Real
-from traceback import walk_tb
-from typing import Any, Literal, Protocol
+from traceback import walk_stack, walk_tb
+from typing import Any, ClassVar, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,23 +66,16 @@ def _parts(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
         yield from _of_function(thing)
     elif isinstance(thing, functools.partial):
         yield from (("", part) for part in (thing.func, *thing.args, *thing.keywords.values()))
-    elif isinstance(thing, dict):
-        yield from ((f"{path}[{key!r}]" if path else "", value) for key, value in list(thing.items()))
-    elif isinstance(thing, list | tuple):
-        yield from ((f"{path}[{number}]" if path else "", value) for number, value in enumerate(thing))
-    elif isinstance(thing, torch.nn.Module):
-        yield from _of_names(path, {**children_of(thing), **thing.__dict__})
+    elif isinstance(thing, dict | list | tuple):
+        pairs = list(thing.items()) if isinstance(thing, dict) else enumerate(thing)
+        yield from ((f"{path}[{key!r}]" if path else "", value) for key, value in pairs)
     elif not isinstance(thing, type | types.ModuleType | torch.Tensor):
+        attributes = dict(children_of(thing)) if isinstance(thing, torch.nn.Module) else {}
         with suppress(AttributeError):
-            yield from _of_names(path, object.__getattribute__(thing, "__dict__"))
+            attributes |= object.__getattribute__(thing, "__dict__")
+        yield from ((f"{path}.{n}" if path else "", v) for n, v in attributes.items() if n not in _EVERY_MODULE_HAS)
         if isinstance(call := getattr(type(thing), "__call__", None), types.FunctionType):  # noqa: B004
             yield "", call
-
-
-def _of_names(path: str, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in list(names.items()):
-        if name not in _EVERY_MODULE_HAS:
-            yield (f"{path}.{name}" if path else ""), value
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -91,10 +84,8 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         if cell != types.CellType():  # an empty one has no contents to ask for
             yield name, cell.cell_contents
-    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    defaults = function.__defaults__ or ()
-    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
-    yield from (function.__kwdefaults__ or {}).items()
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    yield from ((name, parameter.default) for name, parameter in parameters.items())
     names = _names_in(function.__code__)
     for name in names:
         value = scope.get(name)
@@ -155,17 +146,18 @@ class Outsiders:
 
     def warn(self) -> None:
         self.written()
-        found, text = list(self._found) if not self._warned else [], ""
-        if found:
-            self._warned = True
-            text = (
-                f"Guard: a module runs in the loss and is not under guard: {self._listed(found)}.\n"
-                f"Why: it has {' and '.join(dict.fromkeys(self._found.values()))}; only what is under guard is checked "
-                f"and put back in every step.\nFix: guard = {self._line(found)}"
-            )
+        found, reasons = list(self._found), dict.fromkeys(self._found.values())
+        if self._warned or not found:
+            self.forget()
+            return
+        self._warned = True
+        text = (
+            f"Guard: a module runs in the loss and is not under guard: {self._listed(found)}.\n"
+            f"Why: it has {' and '.join(reasons)}; only what is under guard is checked and put back in every step.\n"
+            f"Fix: guard = {self._line(found)}"
+        )
         self.forget()
-        if text:
-            warnings.warn(text, GradgateWarning, stacklevel=user_level())
+        warnings.warn(text, GradgateWarning, stacklevel=user_level())
 
     def _tops(self, modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         """Return the outermost named modules that are not under guard and contain these."""
@@ -325,15 +317,13 @@ def _adapted(function: Callable[..., Any], signature: inspect.Signature, batch: 
 
 def refuse_foreign_loop() -> None:
     """Refuse a step inside of a `training_step` of which Lightning makes the backward pass."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe()):
         home = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "_training_step" and home.endswith(".loops.optimization.automatic"):
             what = "Guard.backward(): it is called in a `training_step` with automatic optimization."
             why = "Lightning sets the gradients to zero after training_step, and makes the backward pass itself."
             fix = "class Lit(GuardedModule, L.LightningModule):   # of gradgate.integrations.lightning; return loss"
             raise GradgateError(what, why=why, fix=fix)
-        frame = frame.f_back
 
 
 def advice(
@@ -411,16 +401,11 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def _ignores_batch(function: Callable[..., Any]) -> bool:
-    """Return whether a plain function never reads its only argument."""
     if not isinstance(function, types.FunctionType) or function.__code__.co_argcount != 1:
         return False
     name = function.__code__.co_varnames[0]
-    if name in function.__code__.co_cellvars:
-        return False
-    reads = (
-        step for step in dis.get_instructions(function) if step.opname.startswith(("LOAD_FAST", "STORE_FAST_LOAD"))
-    )
-    return not any(name == step.argval or (isinstance(step.argval, tuple) and name in step.argval) for step in reads)
+    reads = (step for step in dis.get_instructions(function) if "LOAD_FAST" in step.opname)
+    return name not in function.__code__.co_cellvars and not any(name in s.argrepr.split(", ") for s in reads)
 
 
 Catch = tuple[type[BaseException], ...]
@@ -467,27 +452,24 @@ class Outcome:
 class Trial(ABC):
     """A try that can be made again and again."""
 
-    runs_backward: bool
+    runs_backward: ClassVar[bool]
     function: Callable[[Any], Any]
-
-    def __init__(self, catch: Catch) -> None:
-        self.catch = catch
-        self._faults: list[StepFault] = []
+    catch: Catch
+    faults: list[StepFault]
 
     @abstractmethod
     def forward(self, batch: Any, size: int) -> Outcome:
         """Run the user's code and judge its result, without a backward pass."""
 
     def run(self, batch: Any, size: int) -> Outcome:
-        """Run it as the step does."""
         return self.forward(batch, size)
 
     def let_go(self, *, but: Collection[StepFault | None]) -> None:
         """Drop the tracebacks of faults so far, except of some: they hold what the user's code held when it failed."""
-        for fault in self._faults:
+        for fault in self.faults:
             if fault.error is not None and fault not in but:
                 fault.error.with_traceback(None)  # also where the class lets nobody set an attribute
-        self._faults.clear()
+        self.faults.clear()
 
     def _fault(self, error: BaseException, stage: Stage | None = None) -> StepFault:
         """Make the fault of an exception that was caught; raise it again if no sample may be blamed for it."""
@@ -495,33 +477,25 @@ class Trial(ABC):
             raise error
         end_checkpoints(error.__traceback__)
         fault = StepFault.raised(error, stage)
-        self._faults.append(fault)
+        self.faults.append(fault)
         return fault
 
 
+@dataclass(eq=False)
 class LossTrial(Trial):
     """The tries of `Guard.backward`: a loss function, and backward."""
 
-    runs_backward = True
-
-    def __init__(
-        self,
-        function: LossFunction,
-        state: TrainingState,
-        check: FiniteCheck,
-        catch: Catch,
-        scaler: Scaler | None = None,
-        accumulate: int = 1,
-    ) -> None:
-        super().__init__(catch)
-        self.function = function
-        self.scaler = scaler
-        self.accumulate = accumulate
-        self._state = state
-        self.check = check
-        self.before_backward: Callable[[Outcome], None] | None = None
-        self.first = False
-        self.weight = 1.0
+    runs_backward: ClassVar[bool] = True
+    function: LossFunction
+    state: TrainingState
+    check: FiniteCheck
+    catch: Catch
+    scaler: Scaler | None = None
+    accumulate: int = 1
+    before_backward: Callable[[Outcome], None] | None = None
+    first: bool = False
+    weight: float = 1.0
+    faults: list[StepFault] = field(default_factory=list)
 
     def forward(self, batch: Any, size: int) -> Outcome:
         outcome = self._call(batch, size)
@@ -549,7 +523,7 @@ class LossTrial(Trial):
             outcome.fault = self._fault(error, "backward")
             return outcome
         outcome.value = loss.detach()
-        if self.check.has_nonfinite(self._state.gradients(), None if loss.is_cpu else outcome.judged):
+        if self.check.has_nonfinite(self.state.gradients(), None if loss.is_cpu else outcome.judged):
             number = float(outcome.judged.item())
             if not math.isfinite(number):
                 return self._blame_loss(outcome, number, size)
@@ -565,7 +539,7 @@ class LossTrial(Trial):
         if value is NO_LOSS:
             return Outcome()
         # Judged outside of the try: a loss of the wrong kind is nobody's fault but the caller's.
-        if (self.first or not isinstance(value, torch.Tensor)) and self._state.has_own_gradients():
+        if (self.first or not isinstance(value, torch.Tensor)) and self.state.has_own_gradients():
             why = "the guard does that with the loss that is returned; gradients would be there twice."
             fix = "return loss   # without loss.backward() before it"
             raise ArgumentTypeError("Guard.backward(): `loss_fn` calls backward() itself.", why=why, fix=fix)
@@ -608,22 +582,22 @@ def _counted(total: torch.Tensor, count: Any) -> torch.Tensor:
     return torch.as_tensor(count, dtype=torch.float64, device=total.device).detach().reshape(())
 
 
+@dataclass(eq=False)
 class OutputTrial(Trial):
     """The tries of `Guard.forward`: any function of a batch whose outputs have one row for each sample."""
 
-    runs_backward = False
-
-    def __init__(self, function: Callable[[Any], Any], catch: Catch, batch_dim: int) -> None:
-        super().__init__(catch)
-        self.function = function
-        self._batch_dim = batch_dim
+    runs_backward: ClassVar[bool] = False
+    function: Callable[[Any], Any]
+    catch: Catch
+    batch_dim: int
+    faults: list[StepFault] = field(default_factory=list)
 
     def forward(self, batch: Any, size: int) -> Outcome:
         try:
             outcome = Outcome(None, self.function(batch))
         except self.catch as error:
             return Outcome(self._fault(error))
-        outcome.bad_rows = non_finite_rows(tensors_in(outcome.value), size, self._batch_dim)
+        outcome.bad_rows = non_finite_rows(tensors_in(outcome.value), size, self.batch_dim)
         if outcome.bad_rows:
             outcome.fault = StepFault("non-finite output", "forward")
         return outcome

@@ -277,7 +277,6 @@ class Rewind:
         self._open.append(given)
 
     def _open_next(self) -> _Given:
-        """Begin with the next batch that comes again."""
         given = self._again.popleft()
         self._make_changes(given.between)
         self._open.append(given)
@@ -571,7 +570,6 @@ class Rewind:
         return found
 
     def _release(self, suspects: Sequence[_Step], found: Culprits) -> None:
-        """Release the samples of suspects that do no harm."""
         guilty: set[str] = set()
         every: set[str] = set()
         for step in suspects:
@@ -808,7 +806,6 @@ class _Ranks:
         return answer
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every process has, on every process."""
         if self._device is None:
             return [value]
         every: list[Any] = [None] * self.world_size

@@ -107,7 +107,6 @@ class StateSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """How much memory the copies take."""
         leaves = {id(leaf): leaf for leaf in tree_flatten(self.kept)[0] if isinstance(leaf, torch.Tensor)}
         return sum(leaf.nbytes for leaf in leaves.values())
 
@@ -122,7 +121,6 @@ class StateSnapshot:
 
     @classmethod
     def load(cls, copier: Copier, state: Mapping[str, Any]) -> StateSnapshot:
-        """Make a snapshot again."""
         snapshot = cls(copier)
         for name, value in copy.deepcopy(dict(state)).items():
             setattr(snapshot, name, value)
@@ -297,7 +295,6 @@ def _written(value: Any, kept: Any, sources: dict[int, torch.Tensor], device: to
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Compare two trees of tensors, arrays and plain values."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict):

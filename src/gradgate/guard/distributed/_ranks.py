@@ -61,7 +61,6 @@ class Share:
 
     @classmethod
     def read(cls, numbers: torch.Tensor) -> Share:
-        """Read the numbers of all ranks."""
         *counts, count, loss = numbers[:WIDTH].tolist()
         totals = cls(**dict(zip(NUMBERS, [*map(int, counts), count, loss], strict=True)))
         totals.present = tuple((numbers[WIDTH:] > 0).tolist()) if totals.absent else None
@@ -109,12 +108,13 @@ class Ranks(FiniteCheck):
         self.world_size = distributed.get_world_size(group)
         self.made = 0
         """How many collectives a wrapper has made in the forward of this step."""
+        self.broken = False
+        """Whether a collective has failed, so that no more can be made; known of shards only."""
         self.timeout = timeout_of(group, device)
         self._warned = False
         self._expected = 0  # how many samples of all ranks are kept, as in the last step
 
     def trained(self) -> list[torch.Tensor]:
-        """List the parameters that are trained."""
         raise NotImplementedError
 
     def meet(self, size: int, terms: str) -> None:
@@ -150,7 +150,6 @@ class Ranks(FiniteCheck):
         return Share.read(numbers)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every rank has."""
         values: list[Any] = [None] * self.world_size
         with self.talking():
             distributed.all_gather_object(values, value, group=self.group)

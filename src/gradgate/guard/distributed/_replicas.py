@@ -48,29 +48,21 @@ class Buckets:
         self._device = device
         self._cuts = _cut(self.parameters)
         self._lay_out()
-        self.listening = False
-        """Whether a backward is expected or running."""
-        self._weight = 0.0
-        self._earlier: Mapping[torch.Tensor, torch.Tensor] = {}
-        self._works: list[Any] = []
-        self._sums: list[torch.Tensor] = []
-        self._missing: list[int] = []
-        self._last_is_filled = False
-        self._error: Exception | None = None
-        self.stale = False
-        """Whether something was sent that is not what this rank has to give."""
+        self.begin(0.0, {})
         self._hook_parameters()
 
     def begin(self, weight: float, earlier: Mapping[torch.Tensor, torch.Tensor], *, listen: bool = False) -> None:
-        """Start a round: new gradients times `weight`, plus the mean over ranks of earlier ones.
-
-        With `listen`, a backward follows, and what is ready is sent while it runs.
-        """
-        self._weight, self._earlier, self.listening = weight, earlier, listen
-        self._works, self._sums = [], []
+        """Start a round: new gradients times `weight`, plus the mean over ranks of earlier ones."""
+        # With `listen`, a backward follows, and what is ready is sent while it runs.
+        self._weight, self._earlier = weight, earlier
+        self.listening = listen
+        self._works: list[Any] = []
+        self._sums: list[torch.Tensor] = []
         if self._holders() != self._own_holders:
             self._lay_out()  # somebody has kept gradients, or adds to them
-        self._error, self._last_is_filled, self.stale = None, False, False
+        self._error: Exception | None = None
+        self._last_is_filled = False
+        self.stale = False  # whether something was sent that is not what this rank has to give
         self._missing = [len(bucket.numbers) for bucket in self._buckets]
 
     def looks_finite(self) -> bool:
@@ -109,7 +101,6 @@ class Buckets:
             work.wait() if limit is None else work.wait(limit)
 
     def collect(self, factor: float, present: Sequence[bool] | None) -> None:
-        """Write the sums into the gradients."""
         targets, sources = [], []
         with torch.no_grad():
             for bucket in self._buckets:
@@ -296,7 +287,6 @@ class Replicas(Ranks):
             yield
 
     def before_backward(self, size: int, state: TrainingState, *, by_total: bool) -> None:
-        """Send what is ready while backward runs."""
         if self._reduces:
             self._sent = True
             weight = Share(kept=size, by_total=by_total).weight(self._expected)
@@ -314,7 +304,6 @@ class Replicas(Ranks):
         return bool(gradients or loss is not None) and super().has_nonfinite(gradients, loss)
 
     def withdraw(self) -> None:
-        """Send zeros in place of what has not been sent."""
         if self._sent:
             self._buckets.withdraw()
 
@@ -358,5 +347,4 @@ class Replicas(Ranks):
             state.add_earlier_gradients()
 
     def trained(self) -> list[torch.Tensor]:
-        """List the parameters that are trained."""
         return [parameter for parameter in self._parameters if parameter.requires_grad]

@@ -66,8 +66,6 @@ class Shards(Ranks):
         self._made: list[int] = []
         self._has_earlier = False
         self._nonfinite = False  # whether the last pass of a search has made a gradient that is not finite
-        self.broken = False
-        """Whether a collective has failed, so that no more can be made."""
         self.longest_pause = self._since = 0.0
         """The longest time between two gathers of the last pass, in seconds."""
         self._counts = self._learns = self._changed = self._played = False
@@ -112,7 +110,6 @@ class Shards(Ranks):
         self._nonfinite = False
 
     def trained(self) -> list[torch.Tensor]:
-        """List the shards of parameters that are trained."""
         return [parameter for unit in self._units for parameter in unit.trained]
 
     # --- One pass of all ranks, and its result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +17,7 @@ from gradgate._torch_distributed import Replica, collectives_made, shard_group, 
 from gradgate._trees import Ids, with_own_containers
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, OtherRankError
 from gradgate.guard._result import GuardResult, Wishes, hand_over, log
-from gradgate.guard._search import Recovered, raise_as_it_is
+from gradgate.guard._search import raise_as_it_is
 from gradgate.guard._step import Step
 from gradgate.guard._trial import LossTrial, Outcome, StepFault, advice, check_function
 from gradgate.guard.distributed._ranks import Share, SingleProcess, in_a_group
@@ -37,47 +37,43 @@ def agreement_of(modules: Sequence[torch.nn.Module], state: TrainingState) -> Re
     if not in_a_group():
         return SingleProcess()
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
-    if distributed.get_world_size() > 1:
-        _refuse_collectives_in_forward(parts)
+    for part in parts if distributed.get_world_size() > 1 else ():
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            why = "their forward waits for all ranks, but after a fault one rank runs the model again alone."
+            fix = "torch.nn.BatchNorm2d   # statistics of each rank's own batch; or torch.nn.GroupNorm"
+            _refuse("the model has SyncBatchNorm layers", fix, why)
+        if isinstance(part, distributed.fsdp.FullyShardedDataParallel):
+            why = "its collectives cannot be seen, so a rank that raises could not take part in them."
+            _refuse("the model is in FullyShardedDataParallel", "torch.distributed.fsdp.fully_shard(model)", why)
     replicas = [part for part in parts if isinstance(part, Replica)]
     roots = [root for module in modules for root in shard_roots(module)]
     if not replicas and not roots:
         _refuse_inner_modules(parts)
         return SingleProcess()
     if replicas and roots:
-        _refuse("replicas (DistributedDataParallel) and shards (fully_shard)", "Guard(model)   # a guard for each")
+        what = "the model has replicas (DistributedDataParallel) and shards (fully_shard)"
+        _refuse(what, "Guard(model)   # a guard for each")
     shared = {p for part in (*replicas, *roots) for p in part.parameters()}
     own = [name for m in modules for name, p in m.named_parameters() if p.requires_grad and p not in shared]
     if own:
-        _refuse(f"parameters that no wrapper reduces ({listed(own, 3)})", "DistributedDataParallel(head)")
+        what = f"the model has parameters that no wrapper reduces ({listed(own, 3)})"
+        _refuse(what, "DistributedDataParallel(head)")
     if replicas:
         groups: set[Any] = {replica.process_group for replica in replicas}
         if len(groups) > 1:
-            _refuse("parts of several process groups", "Guard(model)   # a guard for each")
+            _refuse("the model has parts of several process groups", "Guard(model)   # a guard for each")
         return Replicas(replicas)
     groups = {shard_group(root) for root in roots}
     group = groups.pop()
     if groups or group is None:
-        _refuse("shards on several meshes, or split by tensor parallelism", "fully_shard(model)   # on one mesh")
+        what = "the model has shards on several meshes, or split by tensor parallelism"
+        _refuse(what, "fully_shard(model)   # on one mesh")
     return Shards(roots, group, state)
 
 
-def _refuse(what: str, fix: str) -> NoReturn:
-    why = "all ranks must make the same step, and the guard knows how for one process group and one kind of wrapper."
-    raise ArgumentTypeError(f"Guard(): the model has {what}.", why=why, fix=fix)
-
-
-def _refuse_collectives_in_forward(parts: Sequence[torch.nn.Module]) -> None:
-    """Refuse what talks to other ranks in the middle of a forward: after a fault, one rank would run it alone."""
-    for part in parts:
-        if isinstance(part, torch.nn.SyncBatchNorm):
-            why = "their forward waits for all ranks, but after a fault one rank runs the model again alone."
-            fix = "torch.nn.BatchNorm2d   # statistics of each rank's own batch; or torch.nn.GroupNorm"
-            raise ArgumentTypeError("Guard(): the model has SyncBatchNorm layers.", why=why, fix=fix)
-        if isinstance(part, distributed.fsdp.FullyShardedDataParallel):
-            why = "its collectives cannot be seen, so a rank that raises could not take part in them."
-            fix = "torch.distributed.fsdp.fully_shard(model)"
-            raise ArgumentTypeError("Guard(): the model is in FullyShardedDataParallel.", why=why, fix=fix)
+def _refuse(what: str, fix: str, why: str = "") -> NoReturn:
+    same = "all ranks must make the same step, and the guard knows how for one process group and one kind of wrapper."
+    raise ArgumentTypeError(f"Guard(): {what}.", why=why or same, fix=fix)
 
 
 def _refuse_inner_modules(parts: Sequence[torch.nn.Module]) -> None:
@@ -87,7 +83,7 @@ def _refuse_inner_modules(parts: Sequence[torch.nn.Module]) -> None:
     if any(id(parameter) in parameters for replica in replicas for parameter in replica.parameters()):
         why = "the guard must see the wrapper to run the model without the other ranks."
         fix = "gg.Guard(ddp_model)   # the wrapped model, not ddp_model.module"
-        raise ArgumentTypeError("Guard(): `model` is inside of a DistributedDataParallel.", why=why, fix=fix)
+        _refuse("`model` is inside of a DistributedDataParallel", fix, why)
 
 
 # --- What every rank does -------------------------------------------------------------------------------------------
@@ -105,23 +101,12 @@ class SharedStep(Step):
         self._answer: tuple[Share, Share] | None = None  # what this rank said about the step, and all together
 
     def run(self, trial: LossTrial) -> GuardResult:
-        """Make the step."""
         guard, batch = self._guard, self._batch
         guard._refuse_nesting()
-        self._trial, error = trial, None
-        try:
-            check_function(batch, trial.function, "guard.backward(batch, loss_fn)")
-            self._batch = with_own_containers(batch)
-            if batch is not None:
-                self._size, self._writes = guard._reader.count(batch, self._ids), guard._reader.writes(batch)
-            if self._size and self._first:
-                trial.first = True
-                guard._outsiders.look(trial.function)
-        except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
-            error = raised
+        self._trial = trial
+        error = self._raised_by(self._read)
         self._meet()
-        if not self._size:
-            self._recovered = Recovered(None, [])
+        self._kept = range(self._size)
         with self._agreement.apart(training=True):
             guard._state.remember(guard._reader.leaves(batch) if self._size else ())
             try:
@@ -135,9 +120,31 @@ class SharedStep(Step):
         self._note_losses(result)
         return result
 
+    def _read(self) -> None:
+        guard, batch, trial = self._guard, self._batch, self._trial
+        check_function(batch, trial.function, "guard.backward(batch, loss_fn)")
+        self._batch = with_own_containers(batch)
+        if batch is not None:
+            self._size, self._writes = guard._reader.count(batch, self._ids), guard._reader.writes(batch)
+        if self._size and self._first:
+            trial.first = True
+            guard._outsiders.look(trial.function)
+
     def _make(self, batch: Any, error: BaseException | None) -> BaseException | None:
         """Make the step with this rank's samples; return `error`, or what was raised and no sample is blamed for."""
         raise NotImplementedError
+
+    def _raised_by(self, part: Callable[[], None]) -> BaseException | None:
+        """Run a part of the step; return what it raises, which is raised when the others know."""
+        try:
+            part()
+        except torch.AcceleratorError:
+            raise  # nothing more can be sent from here
+        except BaseException as raised:
+            if self._agreement.broken:
+                raise
+            return raised
+        return None
 
     def _meet(self) -> None:
         """Make sure, in the first step, that all ranks do the same; the first rank decides on the name of the run."""
@@ -171,26 +178,22 @@ class SharedStep(Step):
     def _share(self, error: BaseException | None) -> Share:
         guard, outcome = self._guard, self._outcome
         if error is not None:
-            self._recovered, outcome = Recovered(None, []), Outcome()
-            self._outcome, self._incidents = outcome, ()
+            self._outcome = outcome = Outcome()
+            self._kept, self._incidents, self._reasons, self._recovery = [], (), [], None
             guard._state.forget_gradients()
-        found, kept = self._recovered, len(self._kept)
+        kept = len(self._kept)
         return Share(
             size=self._size,
             kept=kept,
             busy=self._size > 0,
-            whole=found is not None and found.whole is not None,
+            whole=self._recovery is not None and self._recovery.whole is not None,
             failed=error is not None,
-            reported=found is not None and bool(self._incidents or found.reasons),
+            reported=bool(self._incidents or self._reasons),
             more=guard._more,
             by_total=outcome.count is not None,
             loss=outcome.value.detach() if kept and outcome.value is not None else 0.0,
             count=0.0 if outcome.count is None else outcome.count,
         )
-
-    @property
-    def _kept(self) -> list[int]:
-        return list(range(self._size)) if self._recovered is None else self._recovered.kept
 
     def _agree(self, error: BaseException | None) -> GuardResult:
         """Agree with the others on the result of the step."""
@@ -207,8 +210,7 @@ class SharedStep(Step):
                 raise error from None
             raise
         guard._others_have_more, guard._busy_ranks = totals.more > 0, totals.busy
-        own = [] if self._recovered is None else self._recovered.reasons
-        packs = agreement.gather((self._incidents, own)) if totals.reported else []
+        packs = agreement.gather((self._incidents, self._reasons)) if totals.reported else []
         everything = tuple(incident for incidents, _ in packs for incident in incidents)
         reasons = [reason for _, reasons in packs for reason in reasons]
         if totals.whole and totals.whole == totals.busy:
@@ -233,8 +235,8 @@ class SharedStep(Step):
         value = self._outcome.value
         loss = torch.full_like(torch.empty((), dtype=torch.float32) if value is None else value, mean)
         loss.__dict__["of_all_ranks"] = mean, agreement.world_size  # `Rewind` need not ask the ranks again
-        kept = self._kept
-        return GuardResult(loss, self._outcome.per_sample if kept else None, kept, self._incidents, reasons)
+        losses = self._outcome.per_sample if self._kept else None
+        return GuardResult(loss, losses, self._kept, self._incidents, reasons)
 
     def _raise_failure(self, error: BaseException | None) -> NoReturn:
         """Raise what was raised here; on the other ranks, an error that names it."""
@@ -248,15 +250,13 @@ class SharedStep(Step):
 
     def _raise_whole(self) -> NoReturn:
         """Raise a fault that every sample of every rank has."""
-        found = self._recovered
+        found = self._recovery
         if found is not None and found.whole is not None:
             why, fix = advice(found.whole, self._batch, self._trial.function, self._guard._state.parameters)
             raise_as_it_is(found.whole, self._size, f"on every rank, {found.evidence}", why, fix)
-        raise OtherRankError(
-            "Guard: every sample of every other rank fails; this rank has none.",
-            why="a fault that all samples have is in the code or the weights.",
-            fix="# see the tracebacks of the other ranks",
-        )
+        what = "Guard: every sample of every other rank fails; this rank has none."
+        why = "a fault that all samples have is in the code or the weights."
+        raise OtherRankError(what, why=why, fix="# see the tracebacks of the other ranks")
 
     def _record(self, incidents: Sequence[Incident]) -> None:
         """Pass incidents on: each rank to its log, the first one for all to those who keep them."""
@@ -270,7 +270,7 @@ class SharedStep(Step):
         for owner in owners if rank == 0 else ():
             of_rank = [incident for incident in incidents if incident.rank == owner]
             kept = evidence.get(owner, (None, None))
-            hand_over(of_rank, self._guard._sinks, *kept, payload=self._guard.payload)
+            hand_over(self._guard, of_rank, *kept)
 
 
 def _described(error: BaseException) -> str:
@@ -288,31 +288,27 @@ class ReplicatedStep(SharedStep):
     _agreement: Replicas
 
     def _make(self, batch: Any, error: BaseException | None) -> BaseException | None:
-        if error is not None or not self._size:
-            return error
+        if error is None and self._size and (error := self._raised_by(lambda: self._try(batch))) is not None:
+            self._agreement.withdraw()
+        return error
+
+    def _try(self, batch: Any) -> None:
         agreement, trial = self._agreement, self._trial
-        try:
-            trial.before_backward = self._before_backward
-            if self._first:
-                self._made_before = collectives_made()
-            started = perf_counter()
-            self._outcome = trial.run(batch, self._size)
-            if self._outcome.fault is not None or not self._first:  # a healthy first one may have compiled the model
-                passes, seconds = 2 * self._size.bit_length() + 6, perf_counter() - started  # to find one bad sample
-                agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
-            trial.before_backward = None
-            if self._outcome.skipped:
-                self._recovered = Recovered(None, [])
-            if self._outcome.fault is not None:
-                self._refuse_collectives()
-                agreement.withdraw()
-                self._search(trial)
-        except torch.AcceleratorError:
-            raise  # nothing more can be sent from here
-        except BaseException as raised:  # noqa: BLE001 - it is raised when the others know
+        trial.before_backward = self._before_backward
+        if self._first:
+            self._made_before = collectives_made()
+        started = perf_counter()
+        self._outcome = trial.run(batch, self._size)
+        if self._outcome.fault is not None or not self._first:  # a healthy first one may have compiled the model
+            passes, seconds = 2 * self._size.bit_length() + 6, perf_counter() - started  # to find one bad sample
+            agreement.warn_of_timeout(passes * seconds, f"{passes} passes of {seconds:.3g} s")
+        trial.before_backward = None
+        if self._outcome.skipped:
+            self._kept = []
+        if self._outcome.fault is not None:
+            self._refuse_collectives()
             agreement.withdraw()
-            return raised
-        return None
+            self._search(trial)
 
     def _before_backward(self, outcome: Outcome) -> None:
         self._refuse_collectives()
@@ -340,7 +336,8 @@ class ShardedStep(SharedStep):
         if totals.failed or not totals.stale:
             return error
         self._again = True
-        error = self._look_for_faults(totals)
+        self._agreement.search()
+        error = self._raised_by(lambda: self._look_for_faults(totals))
         if self._agreement.follow(failed=error is not None):
             self._tell(error)
             return error
@@ -352,12 +349,9 @@ class ShardedStep(SharedStep):
         totals = self._tell(error)
         if totals.failed or not totals.stale:
             return error
-        if self._outcome.fault is not None:
+        if (fault := self._outcome.fault) is not None:
             evidence = "no rank has a sample that can be blamed for it; it came in a second try"
-            try:
-                raise_as_it_is(self._outcome.fault, self._size, evidence)
-            except Exception as raised:  # noqa: BLE001 - it is raised when the others know
-                error = raised
+            error = self._raised_by(lambda: raise_as_it_is(fault, self._size, evidence))
         self._tell(error)
         return error
 
@@ -369,19 +363,16 @@ class ShardedStep(SharedStep):
         self._made_before = collectives_made() if first else None
         self._outcome = Outcome()
         self._trial.before_backward = self._before_backward
+
+        def run() -> None:
+            self._outcome = self._trial.run(batch, count)
+            if self._outcome.fault is not None:
+                self._refuse_collectives()
+            if not first:
+                agreement.warn_of_timeout(agreement.longest_pause, "its longest time between two gathers")
+
         if error is None and count:
-            try:
-                self._outcome = self._trial.run(batch, count)
-                if self._outcome.fault is not None:
-                    self._refuse_collectives()
-                if not first:
-                    agreement.warn_of_timeout(agreement.longest_pause, "its longest time between two gathers")
-            except torch.AcceleratorError:
-                raise  # nothing more can be sent from here
-            except BaseException as raised:
-                if agreement.broken:
-                    raise
-                error = raised
+            error = self._raised_by(run)
         self._trial.before_backward, self._trial.weight = None, 1.0
         fault = self._outcome.fault
         try:
@@ -391,8 +382,7 @@ class ShardedStep(SharedStep):
         if self._again and self._trial.scaler is not None and fault is not None and fault.error is None:
             self._outcome.fault = None  # each rank's own gradients are finite without the scale: it is left to see them
         if count and error is None and self._outcome.skipped:
-            self._recovered = self._recovered or Recovered(None, [])
-            self._recovered.kept = []
+            self._kept = []
         return error
 
     def _before_backward(self, outcome: Outcome) -> None:
@@ -401,32 +391,21 @@ class ShardedStep(SharedStep):
             self._look_around(outcome, self._agreement.gathered())
         self._trial.weight = self._agreement.weight(len(self._kept), by_total=outcome.count is not None)
 
-    def _look_for_faults(self, totals: Share) -> BaseException | None:
+    def _look_for_faults(self, totals: Share) -> None:
         """Search for this rank's bad samples, if it has a fault of its own; the others take part in every pass."""
         guard, fault = self._guard, self._outcome.fault
-        self._agreement.search()
-        try:
-            guard._state.restore()
-            if self._size and guard._reader.writes(self._batch) != self._writes:
-                if fault is not None and fault.cause != "non-finite gradient":
-                    self._search(self._trial)
-                raise ArgumentValueError(
-                    "Guard: a rank has bad samples, and `loss_fn` has written into the batch of this one.",
-                    why="with FSDP2 all ranks make the step again without the bad samples, each with its own batch.",
-                    fix="x = x / 255   # a new tensor, not x.div_(255)",
-                )
-            if self._kept and totals.spoilt and (fault is None or fault.cause == "non-finite gradient"):
-                self._outcome = self._trial.run(with_own_containers(self._batch), self._size)
-                fault = self._outcome.fault  # of this rank's own gradients; in the shards are those of all
-            if fault is not None and self._kept:
+        guard._state.restore()
+        if self._size and guard._reader.writes(self._batch) != self._writes:
+            if fault is not None and fault.cause != "non-finite gradient":
                 self._search(self._trial)
-        except torch.AcceleratorError:
-            raise
-        except BaseException as raised:
-            if self._agreement.broken:
-                raise
-            return raised
-        return None
+            what = "Guard: a rank has bad samples, and `loss_fn` has written into the batch of this one."
+            why = "with FSDP2 all ranks make the step again without the bad samples, each with its own batch."
+            raise ArgumentValueError(what, why=why, fix="x = x / 255   # a new tensor, not x.div_(255)")
+        if self._kept and totals.spoilt and (fault is None or fault.cause == "non-finite gradient"):
+            self._outcome = self._trial.run(with_own_containers(self._batch), self._size)
+            fault = self._outcome.fault  # of this rank's own gradients; in the shards are those of all
+        if fault is not None and self._kept:
+            self._search(self._trial)
 
     def _share(self, error: BaseException | None) -> Share:
         fault = self._outcome.fault if error is None else None
