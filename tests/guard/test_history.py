@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from contextlib import closing
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_histories_are_merged_and_a_file_without_them_stays_as_it_was(tmp_path):
         one.merge(other)
     assert {h.sample_id: h.losses for h in one.hardest()} == {"x": (5.0,), "y": (3.0,)}
     trained(tmp_path / "plain", epochs=1, history=False)
-    with sqlite3.connect(tmp_path / "plain") as connection:
+    with closing(sqlite3.connect(tmp_path / "plain")) as connection:
         assert not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'history'").fetchone()
 
 

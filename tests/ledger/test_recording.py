@@ -1,5 +1,6 @@
 """What goes into a ledger comes out of it: incidents, runs, payloads, snapshots."""
 
+import gc
 import math
 import platform
 import sqlite3
@@ -16,6 +17,7 @@ import gradgate as gg
 from gradgate._text import class_name
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, NothingMatchedError
 from gradgate.ledger import Ledger
+from gradgate.ledger._file import Connection
 from gradgate.ledger._schema import DETAILS_LIMIT, MESSAGE_LIMIT, from_row, to_row
 from gradgate.records import Incident, Sink
 from tests.ledger.made import incident
@@ -93,6 +95,19 @@ def test_whatever_an_incident_holds_becomes_a_row_and_an_incident_again(
     assert back.sample_id is None if sample_id is None else isinstance(back.sample_id, str)
     assert from_row(to_row(back)).sample_id == back.sample_id  # A name that was read finds itself again.
     connection.close()
+
+
+def test_a_ledger_that_is_used_after_its_end_leaves_no_connection_open(tmp_path, monkeypatch):
+    """Python 3.13 warns of each that is."""
+    closed = []
+    monkeypatch.setattr(Connection, "close", lambda self: closed.append(sqlite3.Connection.close(self)))
+    used = Ledger(tmp_path / "run.ledger")
+    used.close()
+    assert used.incidents() == []
+    before = len(closed)
+    del used
+    gc.collect()
+    assert len(closed) == before + 1
 
 
 def test_an_object_without_a_text_is_recorded_all_the_same(ledger):

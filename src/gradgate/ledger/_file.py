@@ -93,8 +93,18 @@ class TooLong(sqlite3.DatabaseError):
 class Connection(sqlite3.Connection):
     """A connection that counts what it reads."""
 
-    meter: _Meter
     schema_version: int | None = None
+    process: int | None = None
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.process = os.getpid()
+        self.meter = _Meter()
+
+    def __del__(self) -> None:
+        # What was opened again after `Ledger.close`, or in the moment of an interrupt, has no other end.
+        if self.process == os.getpid():
+            self.close()
 
     def rows(self, question: str, values: Sequence[Any] | dict[str, Any] = ()) -> Iterator[tuple[Any, ...]]:
         """Ask a question, and give its rows while they are not longer together than the file."""
@@ -120,7 +130,6 @@ class LedgerFile:
         self.read_only = read_only
         self._connection: Connection | None = None
         self._identity: tuple[int, int] | None = None
-        self._process = os.getpid()
         self._settled = 0.0
         with LOCK, self._explained():
             self._connect()
@@ -166,7 +175,7 @@ class LedgerFile:
             connection, self._connection = self._connection, None
             if connection is None:
                 return
-            if self._process == os.getpid():
+            if connection.process == os.getpid():
                 connection.close()
             else:  # Opened before a fork: it is the parent's, and closing it here would meddle with the parent's files.
                 _left_to_the_parent.append(connection)
@@ -176,9 +185,8 @@ class LedgerFile:
         return _size(str(self.path)) + _size(f"{self.path}-wal")
 
     def _connect(self) -> Connection:
-        if self._process != os.getpid():
+        if self._connection is not None and self._connection.process != os.getpid():
             self.close()
-            self._process = os.getpid()
         left = False
         if self._connection is not None and self._identity != (identity := _identity(self.path)):
             if identity is None and not os.path.isdir(self.path.parent):
@@ -368,7 +376,6 @@ def _connection(path: Path, how: str) -> Connection:
         check_same_thread=False,
         factory=Connection,
     )
-    connection.meter = _Meter()
     connection.meter.allow(_size(str(path)) + _size(f"{path}-wal"))
     connection.set_progress_handler(connection.meter.check, STEPS)
     # Nothing in a file from someone else may run: no function, no trigger; and its pages are checked twice.
