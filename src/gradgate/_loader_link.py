@@ -8,6 +8,7 @@ however many batches are loaded ahead, and a healthy step pays nothing for them.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
@@ -16,8 +17,11 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradgate._text import class_name, text_of, user_level
 from gradgate._torch_private import write_count
 from gradgate._trees import is_array, leaves_of
+from gradgate.errors import LedgerWarning
+from gradgate.records import Incident, Sink
 
 MEMORY = 64 * 2**20
 """How many bytes of recent batches a loader keeps for comparison, beyond the `AT_LEAST` last ones."""
@@ -249,6 +253,26 @@ class _Equality(_Identity):
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+_failed_sinks: WeakSet[type] = WeakSet()
+
+
+def give_to(sink: Sink, incidents: Sequence[Incident], *payloads: Mapping[str, bytes] | None) -> None:
+    """Give incidents to a user's sink; if it raises, warn once for its class, and let the training go on."""
+    try:
+        sink.record_many(incidents, *payloads)
+    except Exception as error:  # noqa: BLE001 - a user's own method may raise anything
+        if type(sink) in _failed_sinks:
+            return
+        _failed_sinks.add(type(sink))
+        warnings.warn(
+            f"the sink {class_name(type(sink))} raised {class_name(type(error))}: {text_of(error)}. The training goes "
+            f"on; the sink may lack {len(incidents)} or more incidents, which are in `result.dropped` of the guard, or "
+            "in `loader.incidents`. This is said once.",
+            LedgerWarning,
+            stacklevel=user_level(),
+        )
 
 
 def _key(sink: Any) -> Any:

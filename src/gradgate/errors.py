@@ -167,4 +167,4 @@ class BadStepWarning(GradgateWarning):
 
 
 class LedgerWarning(GradgateWarning):
-    """The ledger could not be written; incidents are kept in memory and written when it can be."""
+    """The ledger could not be written, and keeps incidents in memory until it can be; or another sink raised."""

@@ -9,6 +9,7 @@ from torch import nn
 
 import gradgate as gg
 from gradgate._payload import decode
+from gradgate.errors import LedgerWarning
 
 
 class Sink:
@@ -55,6 +56,21 @@ def test_incidents_carry_who_when_and_what(model):
     assert incident.details["tried"] == "values that are not finite, in the batch itself"
     assert math.isnan(incident.loss)
     assert len({i.id for i in result.dropped}) == 2
+
+
+def test_a_sink_that_raises_is_warned_of_once_and_the_training_goes_on(model, tmp_path):
+    class Full:
+        def record_many(self, incidents, payloads=None):
+            raise ValueError("no room")
+
+    guard = gg.Guard(model, ledger=tmp_path / "run.ledger", sink=Full())
+    with pytest.warns(LedgerWarning) as said:
+        results = [guard.backward(spoilt(8, 2), loss_of(model)) for _ in range(3)]
+    (warning,) = said
+    assert "Full raised ValueError: no room. The training goes on" in str(warning.message)
+    assert warning.filename == __file__
+    assert [len(result.dropped) for result in results] == [1, 1, 1]
+    assert len(gg.Ledger(tmp_path / "run.ledger", read_only=True).incidents()) == 3
 
 
 @pytest.mark.parametrize("ids", [range(10, 18), torch.arange(10, 18), [10, 11, 12, 13, 14, 15, 16, 17]])

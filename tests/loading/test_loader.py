@@ -266,6 +266,18 @@ def test_incidents_go_to_a_sink_or_a_ledger_and_to_the_log(workers, tmp_path, ca
 
 
 @WORKERS
+def test_a_sink_that_raises_is_warned_of_once_and_the_epoch_goes_on(workers):
+    class Full:
+        def record_many(self, incidents, payloads=None):
+            raise ValueError("no room")
+
+    with pytest.warns(gg.errors.LedgerWarning, match="Full raised ValueError: no room") as said:
+        loader = run(gg.resilient(DataLoader(Numbers(6, {1, 4}), batch_size=2, num_workers=workers), sink=Full()))
+    assert len(said) == 1
+    assert [one.sample_id for one in loader.incidents] == ["1", "4"]
+
+
+@WORKERS
 def test_the_exception_itself_comes_out_of_the_worker(workers):
     dataset = Numbers(4, {1}, BrokenFile("bad header", 7))
     loader = run(gg.resilient(DataLoader(dataset, batch_size=2, num_workers=workers)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from gradgate._loader_link import give_to
 from gradgate._payload import LIMIT
 from gradgate._text import html_table, incident_html, log_line, user_level
 from gradgate.errors import ArgumentValueError, GradgateError, LedgerError, LedgerWarning
@@ -311,7 +312,7 @@ def hand_over(
             wanted = samples if guard.payload or sink.payload else None
             sink.record_many(incidents, wanted, snapshot=snapshot if sink.snapshot else None)
         else:
-            sink.record_many(incidents, samples if guard.payload else None)
+            give_to(sink, incidents, samples if guard.payload else None)
 
 
 def incident_of(fault: StepFault, common: Mapping[str, Any], **more: Any) -> Incident:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gradgate._loader_link import LoaderIds
+from gradgate._loader_link import LoaderIds, give_to
 from gradgate._source import raising_line
 from gradgate._text import as_text, class_name, log_line, text_of
 from gradgate.errors import ArgumentValueError
@@ -164,7 +164,7 @@ class LoadingLog:
             incidents.append(incident)
         self._incidents += incidents
         if self.sink is not None and incidents:
-            self.sink.record_many(incidents)
+            give_to(self.sink, incidents)
 
 
 def _portable(error: Exception | None) -> Exception | None:
