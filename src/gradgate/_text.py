@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime
+from datetime import UTC, datetime, tzinfo
 from html import escape
 from typing import Any
 
@@ -153,7 +153,7 @@ def _cell(value: object) -> str:
 def incident_html(title: str, incidents: Sequence[Incident], total: int | None = None) -> str:
     """Write incidents as a table; what is not given of a total is counted."""
     rows = [
-        (one.sample_id, one.row, one.step, one.stage, one.cause, _what(one), one.where, _moment(one.time))
+        (one.sample_id, one.row, one.step, one.stage, one.cause, _what(one), one.where, moment(one.time, UTC))
         for one in incidents[:_SHOWN]
     ]
     tones = ["" if one.transient else "bad" for one in incidents[:_SHOWN]]
@@ -162,14 +162,20 @@ def incident_html(title: str, incidents: Sequence[Incident], total: int | None =
 
 
 def _what(incident: Incident) -> str:
-    kind = (incident.exception_type or "").rpartition(".")[2]
-    text = f"{kind}: {incident.message}" if kind else incident.message
+    text = message_of(incident)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def _moment(seconds: float) -> str:
+def message_of(incident: Incident) -> str:
+    """Return the message of an incident, after the class of its exception if there was one."""
+    kind = (incident.exception_type or "").rpartition(".")[2]
+    return f"{kind}: {incident.message}" if kind else incident.message
+
+
+def moment(seconds: float | None, zone: tzinfo | None = None) -> str:
+    """Write a time, in a zone or in that of this machine; a time that no calendar has as a number."""
     try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return "" if seconds is None else datetime.fromtimestamp(seconds, zone).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
         return str(seconds)
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 import gradgate
 from gradgate._payload import encode
+from gradgate._text import moment
 from gradgate.cli import _output, main
 from gradgate.ledger import Ledger
 from tests.ledger.made import incident
@@ -223,9 +224,9 @@ def test_a_ledger_cannot_steer_the_terminal_or_the_table(tmp_path):
 
 
 def test_times_that_are_no_dates_are_shown_as_numbers():
-    assert _output.moment(1e30) == "1e+30"
-    assert _output.moment(None) == ""
-    assert _output.moment(time.time()).startswith("20")
+    assert moment(1e30) == "1e+30"
+    assert moment(None) == ""
+    assert moment(time.time()).startswith("20")
 
 
 @pytest.mark.usefixtures("terminal")
@@ -239,7 +240,7 @@ def test_long_names_leave_room_for_the_other_columns(tmp_path, monkeypatch, widt
     for command, seen in (("list", [found.id[:8], "what", "data.py:7"]), ("stats", ["worst sample", "count"])):
         text = run("ledger", command, tmp_path / "run.ledger")
         assert max(map(len, text.splitlines())) <= width
-        assert all(word in text for word in [_output.moment(found.time), ".JPEG", *seen]), text
+        assert all(word in text for word in [moment(found.time), ".JPEG", *seen]), text
 
 
 @pytest.mark.usefixtures("terminal")

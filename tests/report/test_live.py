@@ -11,7 +11,7 @@ import pytest
 
 from gradgate.errors import LedgerError
 from gradgate.ledger import Ledger
-from gradgate.report import LiveView, _serving
+from gradgate.report import LiveView, _page
 from tests.ledger.made import finish, incident, start
 from tests.report.made import MemoryBook, diagnosis, many
 from tests.report.reading import unpacked
@@ -92,19 +92,20 @@ def test_what_has_not_changed_is_not_sent_again(view, monkeypatch):
     assert (status, len(body) > 0) == (200, True)
     assert ask(view, "/data", **{"If-None-Match": headers["ETag"]})[::2] == (304, b"")
     assert ask(view, "/data", **{"If-None-Match": '"other"'})[0] == 200
-    monkeypatch.setattr(_serving, "pack", lambda *_: 1 / 0)
+    monkeypatch.setattr(_page, "pack", lambda *_: 1 / 0)
     assert ask(view, "/data")[0] == 200
 
 
 def test_the_training_keeps_the_machine(writer, monkeypatch):
     """A ledger that takes long to read is read the more seldom."""
-    source = _serving._Source(Ledger(writer.path, read_only=True), None)
-    first = source.data()[1]
-    source._not_before = time.monotonic() + 3600
+    view = LiveView(Ledger(writer.path, read_only=True))
+    first = view._read()[1]
+    view._not_before = time.monotonic() + 3600
     writer.record(incident("later"))
-    assert source.data()[1] is first
-    source._not_before = 0
-    assert source.data()[1] is not first
+    assert view._read()[1] is first
+    view._not_before = 0
+    assert view._read()[1] is not first
+    view.close()
 
 
 @pytest.mark.parametrize(

@@ -208,5 +208,5 @@ def test_hard_samples_come_with_their_losses_and_the_median_of_all(ledger):
 def test_how_columns_are_written():
     assert _columns.words(["b", "a", None, "b"]) == {"words": ["b", "a"], "index": [0, 1, -1, 0]}
     assert _columns.deltas([100, 101, None, 105]) == {"deltas": [100, 1, None, 4]}
-    assert _columns.numbers([0.123456789, math.nan, None]) == {"numbers": [0.1235, "nan", None]}
+    assert [_columns.number(value) for value in (0.123456789, math.nan, None)] == [0.1235, "nan", None]
     assert [_columns.number(value) for value in (-math.inf, 1 / 3)] == ["-inf", 0.3333]

@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from gradgate._text import text_of
-from gradgate.cli._output import CommandGroup, cell_text, json_option, moment, on_a_terminal, say, show_json, show_table
+from gradgate._text import message_of, moment, text_of
+from gradgate.cli._output import (
+    CommandGroup,
+    cell_text,
+    json_option,
+    on_a_terminal,
+    print_answer,
+    say,
+    show_json,
+    show_table,
+)
 from gradgate.errors import GradgateError
 from gradgate.ledger import Ledger
 from gradgate.records import Incident, Stage
@@ -82,7 +91,7 @@ def list_incidents(path: Path, limit: int, as_json: bool, filters: dict[str, Any
         show_table(("time", "incident", "sample", "what"), shown, title=title, empty="no incidents")
         return
     rows = [
-        (moment(one.time), one.id, one.run, one.step, one.sample_id, one.stage, one.cause, one.where, _message(one))
+        (moment(one.time), one.id, one.run, one.step, one.sample_id, one.stage, one.cause, one.where, message_of(one))
         for one in found
     ]
     show_table(("time", "incident", "run", "step", "sample", "stage", "cause", "where", "message"), rows)
@@ -191,11 +200,9 @@ def release(path: Path, sample_ids: tuple[str, ...], reason: str, as_json: bool)
     """
     book = Ledger(path)
     released = [{"sample_id": sample, "was_bad": book.release(sample, reason)} for sample in sample_ids]
-    if as_json:
-        show_json(released)
-        return
-    for one in released:
-        say(f"{cell_text(one['sample_id'])}: {'released' if one['was_bad'] else 'was not known to be bad'}")
+    ends = ["released" if one["was_bad"] else "was not known to be bad" for one in released]
+    lines = (f"{cell_text(sample)}: {end}" for sample, end in zip(sample_ids, ends, strict=True))
+    print_answer(as_json, released, *lines)
 
 
 @ledger.command()
@@ -216,10 +223,7 @@ def export(path: Path, target: Path, kind: str | None, as_json: bool, filters: d
         book.export(sys.stdout.buffer, kind or ("jsonl" if as_json else "csv"), **filters)
         return
     count = book.export(target, kind, **filters)
-    if as_json:
-        show_json({"file": str(target), "incidents": count})
-        return
-    say(f"{count:,} incidents written to {target}")
+    print_answer(as_json, {"file": str(target), "incidents": count}, f"{count:,} incidents written to {target}")
 
 
 @ledger.command()
@@ -235,11 +239,7 @@ def merge(path: Path, others: tuple[Path, ...], as_json: bool) -> None:
     """
     book = Ledger(path)
     copied = [{"ledger": str(other), "new_incidents": book.merge(other)} for other in others]
-    if as_json:
-        show_json(copied)
-        return
-    for one in copied:
-        say(f"{one['ledger']}: {one['new_incidents']:,} new incidents")
+    print_answer(as_json, copied, *(f"{one['ledger']}: {one['new_incidents']:,} new incidents" for one in copied))
 
 
 @ledger.command()
@@ -265,12 +265,7 @@ def sql(path: Path, question: str, limit: int, seconds: float, as_json: bool) ->
 def _story(incident: Incident) -> str:
     place = f" at {incident.where}" if incident.where else ""
     rank = f", rank {incident.rank}" if incident.world_size > 1 else ""
-    return f"{incident.stage}: {_message(incident) if incident.exception_type else incident.cause}{place}{rank}"
-
-
-def _message(incident: Incident) -> str:
-    kind = (incident.exception_type or "").rpartition(".")[2]
-    return f"{kind}: {incident.message}" if kind else incident.message
+    return f"{incident.stage}: {message_of(incident) if incident.exception_type else incident.cause}{place}{rank}"
 
 
 # --- Its page ---------------------------------------------------------------------------------------------------------
@@ -317,10 +312,8 @@ def report(path: Path, diagnosis: Path | None, output: Path, serve: bool, port: 
         if error.strerror is None:  # A ledger's own error.
             raise
         raise click.ClickException(f"{output} cannot be written: {error.strerror}.") from error
-    if as_json:
-        show_json({"file": str(output), "bytes": size, "incidents": incidents})
-        return
-    say(f"{output} written: {size / 1000:,.0f} kB")
+    about = {"file": str(output), "bytes": size, "incidents": incidents}
+    print_answer(as_json, about, f"{output} written: {size / 1000:,.0f} kB")
 
 
 def _status(text: str) -> AbstractContextManager[object]:
@@ -333,10 +326,7 @@ def _status(text: str) -> AbstractContextManager[object]:
 
 
 def _follow(view: LiveView, path: Path, as_json: bool) -> None:
-    if as_json:
-        show_json({"url": view.url})
-    else:
-        say(f"{view.url} follows {path}; Ctrl+C ends it")
+    print_answer(as_json, {"url": view.url}, f"{view.url} follows {path}; Ctrl+C ends it")
     sys.stdout.flush()  # A program that started this waits for the address.
     try:
         view.serve()

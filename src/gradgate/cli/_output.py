@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
@@ -37,6 +36,15 @@ def say(text: object = "", *, err: bool = False) -> None:
 def show_json(value: object) -> None:
     """Print a value as JSON; numbers that JSON does not have become text, and what is not printable is escaped."""
     click.echo(json_text(value, indent=2))
+
+
+def print_answer(as_json: bool, value: object, *lines: str) -> None:
+    """Print an answer: as JSON if asked for, else as lines."""
+    if as_json:
+        show_json(value)
+        return
+    for line in lines:
+        say(line)
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "", empty: str = "") -> None:
@@ -75,12 +83,3 @@ def cell_text(value: object) -> str:
     return visible(
         plain(value) if isinstance(value, bytes) else json_text(value) if isinstance(value, Mapping) else value
     )
-
-
-def moment(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (ValueError, OverflowError, OSError):
-        return str(seconds)

@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
-from functools import cache, lru_cache
+from functools import cache
 from itertools import chain
 from types import NoneType
 from typing import Any, TypeVar
@@ -225,34 +225,28 @@ def to_row(incident: Incident) -> tuple[Any, ...]:
 def from_row(row: Sequence[Any], record: type[R] = Incident) -> R:  # type: ignore[assignment]
     """Read a row; a value of a kind that no ledger writes is a LedgerError, because it must not pass as evidence."""
     kind: Any = record
-    wrong = _first_wrong(kind, tuple(map(type, row)))
-    values = dict(zip(kind.__dataclass_fields__, row, strict=True))
-    if wrong is None and kind is Incident:
+    values = {}
+    for (name, kinds), value in zip(_kinds_of(kind), row, strict=True):
+        if type(value) in kinds:
+            values[name] = value
+        elif name in ("loss", "grad_norm") and value == "nan":
+            values[name] = math.nan
+        else:
+            of = "an incident" if record is Incident else f"a {record.__name__.lower()}"
+            raise damaged(f"`{'place' if name == 'where' else name}` of {of} is {value!r:.60}")
+    if record is Incident:
         values["transient"] = bool(values["transient"])
-        for name in ("loss", "grad_norm"):
-            number = values[name]
-            if type(number) is str and number != "nan":
-                wrong = COLUMNS.index(name)
-            elif number is not None:
-                values[name] = float(number)
-    if wrong is not None:
-        of = "an incident" if kind is Incident else f"a {record.__name__.lower()}"
-        checked(row[wrong], columns(kind)[wrong], of)
     for name in ("details", "arguments"):
         if name in values:
             values[name] = read_json(values[name])
     return record(**values)
 
 
-@lru_cache(1024)
-def _first_wrong(record: Any, kinds: tuple[type, ...]) -> int | None:
-    """Find the first column that is of a wrong kind; the rows of a ledger have few combinations of kinds."""
-    for place, (field, kind) in enumerate(zip(fields(record), kinds, strict=True)):
-        name, _, none = str(field.type).partition(" | ")
-        nan = (str,) if field.name in ("loss", "grad_norm") else ()
-        if kind not in (*_KINDS.get(name, (str,)), *nan, *((NoneType,) if none else ())):
-            return place
-    return None
+@cache
+def _kinds_of(record: Any) -> list[tuple[str, tuple[type, ...]]]:
+    """Return the attributes of a record, each with the types that its column may have."""
+    declared = [(field.name, *str(field.type).partition(" | ")) for field in fields(record)]
+    return [(name, _KINDS.get(kind, (str,)) + (NoneType,) * bool(none)) for name, kind, _, none in declared]
 
 
 def checked(value: Any, name: str, of: str, *kinds: type) -> Any:

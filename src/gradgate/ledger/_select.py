@@ -167,12 +167,12 @@ def count_incidents(connection: Connection, filters: Mapping[str, Any], worst: i
         f"WHERE {condition} GROUP BY run, stage, cause, exception_type, transient",
         values,
     )
-    counts = [Counter[str]() for _ in range(4)]
+    counts = {name: Counter[str]() for name in ("by_run", "by_stage", "by_cause", "by_exception")}
     total, passing, times = 0, 0, list[float]()
     for *names, transient, count, first, last in groups:
         total, passing = total + count, passing + (count if transient else 0)
         times += [checked(time, "time", "incidents", int, float) for time in (first, last)]
-        for counter, name in zip(counts, names, strict=True):
+        for counter, name in zip(counts.values(), names, strict=True):
             if name is not None:
                 counter[str(name)] += count
     samples = list(
@@ -182,18 +182,14 @@ def count_incidents(connection: Connection, filters: Mapping[str, Any], worst: i
             [*values, worst],
         )
     )
-    by_run, by_stage, by_cause, by_exception = (dict(counter.most_common()) for counter in counts)
     return Stats(
         incidents=total,
         transient=passing,
         samples=samples[0][2] if samples else 0,
         first=min(times, default=None),
         last=max(times, default=None),
-        by_run=by_run,
-        by_stage=by_stage,
-        by_cause=by_cause,
-        by_exception=by_exception,
         worst={str(sample): count for sample, count, _ in samples},
+        **{name: dict(counter.most_common()) for name, counter in counts.items()},
     )
 
 

@@ -138,15 +138,12 @@ class Writer:
 
     def _forget_payloads(self, count: int) -> None:
         """Of the last entries, keep the samples that still fit into memory."""
-        start = max(0, len(self._waiting) - count)
-        total = self._kept - sum(entry.weight for entry in self._waiting[start:])
-        for position, entry in enumerate(self._waiting[start:], start):
-            if entry.weight and total + entry.weight > PAYLOADS_IN_MEMORY:
+        for position in range(len(self._waiting) - 1, max(0, len(self._waiting) - count) - 1, -1):
+            entry = self._waiting[position]
+            if entry.weight and self._kept > PAYLOADS_IN_MEMORY:
                 note = {"payload": f"the file could not be written, and {PAYLOADS_IN_MEMORY:,} bytes filled the memory"}
                 self._waiting[position] = Entry(with_details(entry.incident, not_stored=note))
                 self._kept -= entry.weight
-            else:
-                total += entry.weight
 
     def _warn(self, consequence: str, error: LedgerError) -> None:
         text = LedgerError(f"{error.what} {consequence}.", why=error.why, fix=error.fix)
@@ -207,11 +204,8 @@ def merge_files(source: LedgerFile, target: LedgerFile) -> int:
     """Copy what the target does not have: runs, incidents with their payloads, and decisions; count the incidents."""
     size = 2 * source.size()
     with source.reading() as connection:
-        runs, decisions, histories = (
-            _runs.read_runs(connection),
-            _runs.read_decisions(connection),
-            _runs.read_histories(connection),
-        )
+        runs, decisions = _runs.read_runs(connection), _runs.read_decisions(connection)
+        histories = _runs.read_histories(connection)
     with target.writing(size=size) as connection:
         for run in runs:
             _runs.write_run(connection, run)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gradgate._names import suggest_names
 from gradgate.report._columns import Book
-from gradgate.report._page import render_page, write_page
-from gradgate.report._serving import LiveView
+from gradgate.report._page import LiveView, render_page, write_page
 
 __all__ = ["Book", "LiveView", "render_page", "write_page"]
 

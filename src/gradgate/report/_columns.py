@@ -69,10 +69,6 @@ def deltas(values: Iterable[int | None]) -> dict[str, Any]:
     return {"deltas": steps}
 
 
-def numbers(values: Iterable[float | None]) -> dict[str, Any]:
-    return {"numbers": [number(value) for value in values]}
-
-
 def number(value: float | None) -> float | str | None:
     """Return a number with the four digits that a page shows; what JSON does not have becomes text."""
     if value is None:
@@ -137,16 +133,13 @@ def _leaves(node: Any, path: str, depth: int) -> Iterator[tuple[str, str, Any]]:
     if not node:
         raise ValueError("a part without a kind")
     kind, inner = next(iter(node.items()))
-    if kind == "dict":
-        for key, item in inner:
+    if kind in ("dict", "fields"):
+        for key, item in inner if kind == "dict" else zip(node["names"], inner, strict=True):
             name = key if isinstance(key, str) else json.dumps(key)
             yield from _leaves(item, f"{path}.{name}" if path else name, depth + 1)
     elif kind in ("list", "tuple", "set", "frozenset"):
         for place, item in enumerate(inner):
             yield from _leaves(item, f"{path}[{place}]", depth + 1)
-    elif kind == "fields":
-        for name, item in zip(node["names"], inner, strict=True):
-            yield from _leaves(item, f"{path}.{name}" if path else str(name), depth + 1)
     elif kind == "array":
         yield from _leaves(inner, path, depth + 1)
     elif kind == "tensor" and not node["complex"]:
@@ -174,7 +167,7 @@ def _part(kind: str, node: Any, header: dict[str, Any], body: memoryview, budget
     if not 0 <= start <= end <= len(body) or count * size != end - start:
         raise ValueError(f"a tensor of shape {shape} in {end - start} bytes")
     values = _reader(dtype, body[start:end])
-    axes = _picture_axes(shape, dtype)
+    axes = _picture_axes(shape)
     picture = None if axes is None else _picture(values, axes, dtype, budget)
     if picture is not None:
         return {"kind": "picture", **about, **picture}
@@ -206,15 +199,12 @@ def _summary(values: Callable[[int], float], count: int, budget: Budget) -> dict
     }
 
 
-def _picture_axes(shape: Sequence[int], dtype: str) -> tuple[int, int, int, int, int, int] | None:
+def _picture_axes(shape: Sequence[int]) -> tuple[int, int, int, int, int, int] | None:
     """Return whether a tensor looks like a picture: channels, height, width and the step along each of them."""
-    if dtype == "BOOL" and len(shape) < 2:
-        return None
     while len(shape) > 2 and shape[0] == 1:
         shape = shape[1:]
     if len(shape) == 2 and min(shape) >= 4:
-        height, width = shape
-        return 1, height, width, 0, width, 1
+        shape = (*shape, 1)
     if len(shape) == 3 and shape[0] in (3, 4) and min(shape[1:]) >= 4:
         channels, height, width = shape
         return channels, height, width, height * width, width, 1
@@ -383,8 +373,8 @@ def gather(book: Book, name: str) -> dict[str, Any]:
             "sample": samples,
             "exception": words(each("exception_type")),
             "message": messages,
-            "loss": numbers(each("loss")),
-            "norm": numbers(each("grad_norm")),
+            "loss": {"numbers": [number(loss) for loss in each("loss")]},
+            "norm": {"numbers": [number(norm) for norm in each("grad_norm")]},
             "transient": deltas(map(int, each("transient"))),
             "details": details,
             **{name: deltas(each(name)) for name in ("step", "epoch", "rank", "row")},

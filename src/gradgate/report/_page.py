@@ -1,4 +1,4 @@
-"""The page as one file: the data, the script and the style in it, and a policy that allows no connections."""
+"""The page as one file, with its data, script and style, and a policy that allows no connections; or served live."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import base64
 import hashlib
 import json
 import os
+import sys
+import threading
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from gradgate._text import plain
-from gradgate.errors import ArgumentTypeError, ArgumentValueError
+from gradgate.errors import ArgumentTypeError, ArgumentValueError, GradgateError, LedgerError
 from gradgate.records import Finding
 from gradgate.report._columns import Book, gather
 
@@ -195,3 +200,169 @@ def title_of(ledger: Book | None, name: str = "") -> str:
     """Return the name of a page: the one it was given, else that of the ledger's file, else what it is about."""
     path = getattr(ledger, "path", None)
     return name or (Path(path).name if path is not None else "ledger" if ledger is not None else "diagnosis")
+
+
+# --- The page of a training that still runs: served on this machine only --------------------------------------------
+
+
+_ADDRESS = "127.0.0.1"
+_REST = 5.0  # how many times as long as reading took the ledger is left alone, so that the training keeps the machine
+
+
+class LiveView:
+    """A page that follows a ledger while a training writes to it; the file is read, and nothing else is asked.
+
+    It answers on 127.0.0.1 only, and only to requests that name this machine, so that no other website can read it
+    through the browser. It has two answers, the page and its data, and takes nothing.
+
+    Args:
+        ledger: The ledger, opened with `read_only=True`.
+        diagnosis: What `Diagnosis.to_dict` gives, to be shown beside it.
+        port: Where to listen; 0 takes any free one.
+
+    Raises:
+        LedgerError: The port is taken.
+
+    Examples:
+        >>> import tempfile, urllib.request
+        >>> ledger = gg.Ledger(tempfile.mkdtemp() + "/run.ledger")
+        >>> with gg.report.LiveView(ledger) as view:
+        ...     page = urllib.request.urlopen(view.url).read()
+        >>> page[:15]
+        b'<!doctype html>'
+    """
+
+    def __init__(self, ledger: Book, diagnosis: Mapping[str, Any] | None = None, *, port: int = 0) -> None:
+        self._ledger, self._diagnosis = ledger, diagnosis
+        self._lock = threading.Lock()
+        self._state: object = None
+        self._data = b""
+        self._not_before = 0.0
+        try:
+            self._server = _Server((_ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise LedgerError(
+                f"port {port} cannot be listened on: {getattr(error, 'strerror', None) or error}.",
+                why="another program has it, or it takes more rights.",
+                fix="gradgate report LEDGER --serve --port 0   # any free one",
+            ) from error
+        self._server.view = self
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        return f"http://{_ADDRESS}:{self._server.server_address[1]}/"
+
+    def __repr__(self) -> str:
+        return f"LiveView({self.url!r})"
+
+    def serve(self) -> None:
+        """Answer until `close` is called from elsewhere, or an interrupt comes."""
+        self._server.serve_forever(poll_interval=0.2)
+
+    def close(self) -> None:
+        """Stop answering."""
+        if self._thread is not None:
+            self._server.shutdown()
+            self._thread.join()
+            self._thread = None
+        self._server.server_close()
+
+    def __enter__(self) -> LiveView:
+        self._thread = threading.Thread(target=self.serve, name="gradgate-live-view", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _page(self) -> str:
+        return assemble("", title=title_of(self._ledger), live=True)
+
+    def _read(self) -> tuple[str, bytes]:
+        """Return a name for the state of the file, and its data: read anew when it has changed, and not too often."""
+        with self._lock:
+            now = time.monotonic()
+            state = self._stamps()
+            if not self._data or (state != self._state and now >= self._not_before):
+                self._data = pack(self._ledger, self._diagnosis)
+                self._state = state
+                self._not_before = time.monotonic() + _REST * (time.monotonic() - now)
+            return hashlib.sha256(repr(self._state).encode()).hexdigest()[:16], self._data
+
+    def _stamps(self) -> object:
+        path = getattr(self._ledger, "path", None)
+        if path is None:
+            return time.monotonic()
+        files = [Path(f"{path}{end}") for end in ("", "-wal")]
+        with suppress(OSError):  # It is gone between the two questions.
+            found = [file.stat() for file in files if file.exists()]
+            return [(status.st_ino, status.st_mtime_ns, status.st_size) for status in found]
+        return None
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    view: LiveView
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that went away in the middle of an answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_version = "gradgate"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+    server: _Server
+
+    def do_GET(self) -> None:
+        host, _, port = self.headers.get("Host", "").rpartition(":")
+        if host not in (_ADDRESS, "localhost") or port != str(self.server.server_address[1]):
+            # Another name that leads here is how a website would read what only this machine may.
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"This page answers to 127.0.0.1 only.\n")
+            return
+        if self.path == "/":
+            self._answer(HTTPStatus.OK, "text/html; charset=utf-8", self.server.view._page().encode())
+        elif self.path == "/data":
+            self._data()
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"There is only / here.\n")
+
+    do_HEAD = do_GET
+
+    def _data(self) -> None:
+        try:
+            state, data = self.server.view._read()
+        except GradgateError as error:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", str(error).encode())
+            return
+        if self.headers.get("If-None-Match") == f'"{state}"':
+            self._answer(HTTPStatus.NOT_MODIFIED, "", b"")
+            return
+        self._answer(HTTPStatus.OK, "application/octet-stream", data, {"ETag": f'"{state}"'})
+
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes, more: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": policy(live=True) + "; frame-ancestors 'none'",
+            "X-Content-Type-Options": "nosniff",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+            **(more or {}),
+        }
+        for name, value in headers.items():
+            if value:
+                self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal belongs to whoever started this."""
