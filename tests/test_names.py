@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import re
 
 import pytest
 import torch
@@ -51,6 +52,16 @@ Why: its arguments are x, dim, keepdim, dtype, weights, keep, exclude, empty."""
         (lambda: gg.finite_grad(X, fill=1.0), "finite_grad() has no argument 'fill'; did you mean fill_value=?"),
         (lambda: masked.safe_log(X, fill=1.0), "masked.safe_log() has no argument 'fill'; did you mean fill_value=?"),
         (lambda: losses.reduce(X, weight=X), "losses.reduce() has no argument 'weight'; did you mean weights=?"),
+        (lambda: gg.gate(X, mask=KEEP), "gate() has no argument 'mask'; did you mean keep=? True takes part"),
+        (lambda: masked.std(X, ddof=1), "masked.std() has no argument 'ddof'; did you mean correction=?"),
+        (lambda: gg.grad_mode(True, lock=False), "grad_mode() has no argument 'lock'; did you mean locked=?"),
+        (lambda: gg.Incident(stge="load"), "Incident() has no argument 'stge'; did you mean stage=?"),
+        (lambda: gg.Guard(MODEL).backward(X, lossfn=sum), "Guard.backward() has no argument 'lossfn'; did you mean"),
+        (
+            lambda: losses.masked_loss(torch.nn.MSELoss(), X, X, mask=KEEP),
+            """losses.masked_loss() has no argument 'mask'; did you mean keep=? True takes part
+Why: its arguments are loss_fn, input, target, keep, exclude, weights, empty.""",
+        ),
         (lambda: gg.pin(X, mask=KEEP), "pin() has no argument 'mask'; did you mean frozen=? True does not move"),
         (lambda: gg.clip_grad(X, maxnorm=1.0), "clip_grad() has no argument 'maxnorm'; did you mean max_norm=?"),
         (lambda: gg.ClipGrad(maxnorm=1.0), "ClipGrad() has no argument 'maxnorm'; did you mean max_norm=?"),
@@ -73,6 +84,43 @@ def test_a_misspelt_keyword(call, text):
     assert text in str(caught.value)
 
 
+def public_callables():
+    """Yield each public function, constructor and method that takes no `**kwargs`, with what it needs first."""
+    for module in map(gg.__getattr__, gg._PACKAGES):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                yield f"{module.__name__}.{name}", value, ()
+            elif inspect.isclass(value) and not issubclass(value, Exception) and not getattr(value, "_is_protocol", 0):
+                for key in ("__init__", *(key for key in dir(value) if not key.startswith("_"))):
+                    method = inspect.getattr_static(value, key)
+                    if inspect.isfunction(method) and method.__module__.startswith("gradgate."):
+                        yield f"{module.__name__}.{name}.{key}", method, (None,)
+
+
+CALLABLES = {
+    label: (function, first)
+    for label, function, first in public_callables()
+    if all(each.kind is not each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+}
+
+
+def test_every_public_callable_refuses_a_keyword_in_one_text():
+    """Also where an argument that it needs is missing: it may be the one that is misspelt."""
+    assert len(CALLABLES) > 200
+    for label, (function, first) in CALLABLES.items():
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        with pytest.raises(errors.ArgumentTypeError) as caught:
+            function(*first, zzz=1)
+        text = str(caught.value)
+        assert re.fullmatch(r"[\w.]+\(\) has no argument 'zzz'", text.splitlines()[0]), label
+        assert text.splitlines()[1] == f"Why: its arguments are {', '.join(names)}." if names else "Why: it takes none."
+        for right in set(names) & {"keep", "dim", "keepdim"}:
+            wrong = {"keep": "mask", "dim": "axis", "keepdim": "keepdims"}[right]
+            with pytest.raises(errors.ArgumentTypeError, match=f"no argument '{wrong}'; did you mean {right}=\\?"):
+                function(*first, **{wrong: 1})
+
+
 @pytest.mark.parametrize(
     ("look_up", "text"),
     [
@@ -81,6 +129,12 @@ def test_a_misspelt_keyword(call, text):
         (lambda: masked.meen, "module 'gradgate.masked' has no attribute 'meen'; did you mean mean?"),
         (lambda: freezing.freze, "module 'gradgate.freezing' has no attribute 'freze'; did you mean freeze?"),
         (lambda: ledger.Leger, "module 'gradgate.ledger' has no attribute 'Leger'; did you mean Ledger?"),
+        (lambda: gg.modes.grad_mod, "module 'gradgate.modes' has no attribute 'grad_mod'; did you mean grad_mode?"),
+        (
+            lambda: errors.LegerError,
+            "module 'gradgate.errors' has no attribute 'LegerError'; did you mean LedgerError?",
+        ),
+        (lambda: gg.records.Incidnt, "module 'gradgate.records' has no attribute 'Incidnt'; did you mean Incident?"),
         (lambda: gg.zzz, "module 'gradgate' has no attribute 'zzz'"),
         (lambda: masked._secret, "module 'gradgate.masked' has no attribute '_secret'"),
     ],
@@ -124,6 +178,8 @@ def test_signatures_names_and_copies_stay():
         assert inspect.getsource(thing)
     with pytest.raises(TypeError, match=r"mean\(\) missing 1 required positional argument: 'x'"):
         masked.mean()
+    with pytest.raises(TypeError, match=r"Guard.__init__\(\) missing 1 required positional argument: 'model'"):
+        gg.Guard()
     with pytest.raises(TypeError, match=r"mean\(\) takes from 1 to 2 positional arguments but 3 were given"):
         masked.mean(X, 1, True)
 
@@ -132,6 +188,13 @@ def test_a_fault_inside_a_function_is_its_own():
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'") as caught:
         gg.apply_where(KEEP, X, lambda x: torch.exp(x), lambda x: (lambda: 0)(mask=1))
     assert not isinstance(caught.value, errors.ArgumentTypeError)
+
+
+def test_a_mask_of_the_loss_itself_is_handed_on():
+    def loss(input, target, mask):
+        return ((input - target).square() * mask).mean()
+
+    assert losses.masked_loss(loss, X, X + 2, mask=KEEP) == 2
 
 
 def test_compiled_whole():

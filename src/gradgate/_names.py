@@ -8,8 +8,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from gradgate import records
 from gradgate.errors import ArgumentTypeError
 
 
@@ -47,13 +48,26 @@ def listed(names: Sequence[object], limit: int = 6) -> str:
 _ALIASES = {
     "mask": ("keep", "frozen"),
     "where": ("keep",),
+    "valid": ("keep",),
     "axis": ("dim",),
     "axes": ("dim",),
     "keepdims": ("keepdim",),
     "fill": ("fill_value", "empty"),
     "ignore_index": ("exclude",),
+    "ddof": ("correction",),
+    "unbiased": ("correction",),
+    "p": ("ord",),
+    "input": ("x",),
 }
 _MEANING = {"keep": " True takes part", "frozen": " True does not move"}
+
+
+def no_such_argument(function: str, name: str, known: Sequence[str]) -> ArgumentTypeError:
+    """Return the error for an unknown keyword, with the one that may be meant."""
+    meant = [alias for alias in _ALIASES.get(name, ()) if alias in known] or nearest(name, known, 1)
+    guess = f"; did you mean {meant[0]}=?{_MEANING.get(meant[0], '')}" if meant else ""
+    why = f"its arguments are {', '.join(known)}." if known else "it takes none."
+    return ArgumentTypeError(f"{function}() has no argument {name!r}{guess}", why=why)
 
 
 def suggest_names(module_name: str) -> None:
@@ -66,10 +80,8 @@ def suggest_names(module_name: str) -> None:
         if isinstance(value, FunctionType):
             vars(module)[name] = called = _with_suggestions(value, shown)
             called.__module__ = module_name
-        elif isinstance(value, type) and not getattr(value, "_is_protocol", False):
-            for key, method in list(vars(value).items()):
-                if isinstance(method, FunctionType) and (key == "__init__" or not key.startswith("_")):
-                    setattr(value, key, _with_suggestions(method, shown if key == "__init__" else f"{shown}.{key}"))
+        elif isinstance(value, type) and not (getattr(value, "_is_protocol", False) or issubclass(value, Exception)):
+            _suggest_in_class(value, shown)
 
     def missing(name: str) -> NoReturn:
         best = [] if name.startswith("_") else nearest(name, names, 1)
@@ -82,39 +94,62 @@ def suggest_names(module_name: str) -> None:
     vars(module).setdefault("__getattr__", missing)
 
 
+def _suggest_in_class(cls: type, shown: str) -> None:
+    """Do so for the constructor and the public methods of a class, also those that it inherits from a private one."""
+    for base in cls.__mro__:
+        for key, method in list(vars(base).items()) if base.__module__.startswith("gradgate.") else ():
+            is_public = key == "__init__" or not key.startswith("_")
+            if is_public and isinstance(method, FunctionType) and getattr(cls, key) is method:
+                setattr(cls, key, _with_suggestions(method, shown if key == "__init__" else f"{shown}.{key}"))
+
+
 def _with_suggestions(function: FunctionType, shown: str) -> FunctionType:
     """Return the same function with an error for unknown keywords that names the one that is meant."""
     # Made as source, like the methods of a dataclass: arguments handed on by name cost a third of what *args, **kwargs
     # and a `try` cost, and torch.compile sees a plain call.
-    given: list[str] = []
-    handed: list[str] = []
-    kind = inspect.Parameter
+    kind, empty = inspect.Parameter, inspect.Parameter.empty
     parameters = inspect.signature(function).parameters
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if kind.VAR_KEYWORD in kinds:
+        return function
+    given, handed, wrong = list[str](), list[str](), ["_unknown"]
     for name, parameter in parameters.items():
-        if parameter.kind is kind.VAR_KEYWORD:
-            return function
-        if parameter.kind is kind.KEYWORD_ONLY and "*" not in "".join(given):
-            given.append("*")
-        star = "*" if parameter.kind is kind.VAR_POSITIONAL else ""
-        given.append(star + name + ("" if parameter.default is kind.empty else "=None"))
-        handed.append(f"{name}={name}" if parameter.kind is kind.KEYWORD_ONLY else star + name)
+        given.append(name if name == "self" else f"{name}=_default[{name!r}]")
+        handed.append(f"{name}={name}" if parameter.kind is kind.KEYWORD_ONLY else name)
+        if parameter.kind is kind.VAR_POSITIONAL:
+            given[-1] = handed[-1] = f"*{name}"
+        elif parameter.default is empty and name != "self":
+            wrong.append(f"{name} is _empty")
+    positional = [name for name, each in zip(parameters, kinds, strict=True) if each is kind.POSITIONAL_OR_KEYWORD]
+    if kind.VAR_POSITIONAL not in kinds:
+        given.insert(len(positional), "*_more")
+        wrong.append("_more")
     source = (
-        f"def make(_function, _refuse):\n"
-        f"    def call({', '.join([*given, '**_unknown'])}):\n"
-        f"        return _function({', '.join(handed)}) if not _unknown else _refuse(_unknown)\n"
+        f"def make(_function, _default, _empty, _refuse):\n"
+        f"    def call({', '.join(given)}, **_unknown):\n"
+        f"        if {' or '.join(wrong)}:\n"
+        f"            _refuse(locals())\n"
+        f"        return _function({', '.join(handed)})\n"
         f"    return call"
     )
     made: dict[str, Callable[..., FunctionType]] = {}
     exec(compile(source, function.__code__.co_filename, "exec"), function.__globals__, made)
 
-    def refuse(unknown: dict[str, object]) -> NoReturn:
-        name, known = next(iter(unknown)), [name for name in parameters if name != "self"]
-        meant = [alias for alias in _ALIASES.get(name, ()) if alias in known] or nearest(name, known, 1)
-        guess = f"; did you mean {meant[0]}=?{_MEANING.get(meant[0], '')}" if meant else ""
-        why = f"its arguments are {', '.join(known)}." if known else "it takes none."
-        raise ArgumentTypeError(f"{shown}() has no argument {name!r}{guess}", why=why)
+    def refuse(values: dict[str, Any]) -> None:
+        for name in values["_unknown"]:
+            raise no_such_argument(shown, name, [name for name in parameters if name != "self"])
+        # Python's own error. What is misspelt is missing as well: without this wrapper, Python would only say that.
+        if more := values.get("_more"):
+            function(*positional, *more)
+        named = [name for name in parameters if parameters[name].kind is not kind.VAR_POSITIONAL]
+        function(**{name: value for name in named if (value := values[name]) is not empty})
 
-    call = made["make"](function, refuse)
+    default = {name: parameter.default for name, parameter in parameters.items()}
+    call = made["make"](function, default, empty, refuse)
     functools.update_wrapper(call, function)
-    call.__defaults__, call.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return call
+
+
+# These two cannot import this file.
+suggest_names(ArgumentTypeError.__module__)
+suggest_names(records.__name__)

@@ -32,7 +32,7 @@ from torch import is_grad_enabled, set_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from gradgate._checks import wrong_type
-from gradgate._names import describe
+from gradgate._names import describe, suggest_names
 from gradgate._torch_private import write_grad_mode
 from gradgate.errors import ArgumentTypeError
 
@@ -449,3 +449,6 @@ def _check_decorated(fn: object, flag: bool) -> None:
     else:
         return
     raise ArgumentTypeError(f"@grad_mode({flag}) {what}.", why=why, fix=fix)
+
+
+suggest_names(__name__)

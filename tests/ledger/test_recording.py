@@ -161,7 +161,9 @@ def test_filters_narrow_what_is_given(ledger):
 
 
 def test_a_filter_that_does_not_exist_is_named(ledger):
-    with pytest.raises(ArgumentTypeError, match=r"there is no filter `sample`.*\n.*run, cause, stage, sample_id"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"no argument 'sample'; did you mean sample_id=.*\n.*run, cause, stage, sample_id"
+    ):
         ledger.incidents(sample="a")
 
 

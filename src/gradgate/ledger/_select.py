@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
 
+from gradgate._names import no_such_argument
 from gradgate.errors import ArgumentTypeError, ArgumentValueError, LedgerError, NothingMatchedError
 from gradgate.ledger._file import MEGABYTE, Connection, LedgerFile, TooLong, raised_in_sqlite
 from gradgate.ledger._schema import COLUMNS, checked, from_row, name_text
@@ -58,11 +59,7 @@ def _given(filters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the filters that count, as they are in the file."""
     unknown = sorted(set(filters) - set(_CONDITIONS))
     if unknown:
-        raise ArgumentTypeError(
-            f"incidents(): there is no filter `{unknown[0]}`.",
-            why=f"the filters are {', '.join(_CONDITIONS)}.",
-            fix='ledger.incidents(cause="exception", since="2h")',
-        )
+        raise no_such_argument("Ledger.incidents", unknown[0], ["limit", "newest_first", *_CONDITIONS])
     kinds: dict[str, Callable[[Any], Any]] = {"since": moment, "until": moment, "transient": int}
     return {name: kinds.get(name, name_text)(value) for name, value in filters.items() if value is not None}
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gradgate import masked
 from gradgate._checks import check_keep, check_tensor, wrong_type
-from gradgate._names import describe
+from gradgate._names import describe, no_such_argument
 from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentValueError
 from gradgate.losses._denominator import check_weights, divided, over_elements
@@ -83,6 +83,8 @@ def masked_loss(
         raise wrong_type(loss_fn, "loss_fn", _FUNCTION, why, fix)
     check_tensor(input, name="input", function=_FUNCTION)
     check_tensor(target, name="target", function=_FUNCTION)
+    if "mask" in kw:
+        _check_mask(loss_fn)
     if keep is None and weights is None and not more:
         loss = _with_ignore_index(loss_fn, input, target, exclude, empty, kw)
         if loss is not None:
@@ -255,6 +257,14 @@ _FUNCTION_OF: dict[Any, Any] = {
 
 def _is(loss_fn: Any, kinds: tuple[Any, ...]) -> bool:
     return any(loss_fn is kind or (isinstance(kind, type) and isinstance(loss_fn, kind)) for kind in kinds)
+
+
+def _check_mask(loss_fn: Any) -> None:
+    """Raise if `mask=` is meant for masked_loss, not for the loss."""
+    accepted = inspect.signature(getattr(loss_fn, "forward", loss_fn)).parameters.values()
+    if not any(parameter.name == "mask" or parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
+        own = inspect.signature(masked_loss).parameters
+        raise no_such_argument(_FUNCTION, "mask", [name for name in own if name not in ("more", "kw")])
 
 
 def _spelled_out(
