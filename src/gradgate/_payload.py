@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -108,18 +109,16 @@ class _Writer:
             return value
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
-        if isinstance(value, torch.Size):
-            return {"size": [int(size) for size in value]}
         if isinstance(value, int):
             return int(value) if abs(value) < 2**63 else {"int": hex(value)}
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"float": str(float(value))}
-        for kinds, name, plain in _LEAVES:
+        for name, (kinds, write, _) in _LEAVES.items():
             if isinstance(value, kinds):
-                text = plain(value)
-                if not self.takes(2 * len(text)):
+                plain = write(value)
+                if not self.takes(2 * len(plain)):
                     return _missing(value, "too large")
-                return {name: text} if name else text
+                return {name: plain} if name else plain
         return self.container(value, depth + 1)
 
     def container(self, value: Any, depth: int) -> Any:
@@ -184,11 +183,11 @@ class _Reader:
             if isinstance(node, list):
                 raise ValueError("a list without a kind")
             return node
-        if not node:
+        kind, value = next(iter(node.items()), ("", ()))
+        if not kind:
             raise ValueError("a part without a kind")
-        kind, value = next(iter(node.items()))
-        if kind in _PLAIN:
-            return _PLAIN[kind](value)
+        if kind in _LEAVES:
+            return _LEAVES[kind][2](value)
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](self.tree(item) for item in value)
         return getattr(self, f"read_{kind}")(value, node)
@@ -233,31 +232,26 @@ _DTYPES = frozenset(
 )  # fmt: skip
 
 
-# Kinds of leaves, the name they get ("" for those that JSON holds), and how they are written.
-_LEAVES: tuple[tuple[Any, str, Callable[[Any], str]], ...] = (
-    (str, "", str),
-    (bytes | bytearray, "bytes", lambda value: base64.b64encode(value).decode()),
-    (torch.dtype, "dtype", str),
-    (torch.device, "device", str),
-    (PurePath, "path", str),
-    (complex, "complex", str),
-)
-
+# By the name that they get ("" for what JSON holds): the classes of a leaf, how it is written, and how it is read.
+_LEAVES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "": (str, str, str),
+    "bytes": (
+        bytes | bytearray,
+        lambda data: base64.b64encode(data).decode(),
+        partial(base64.b64decode, validate=True),
+    ),
+    "dtype": (torch.dtype, str, {str(dtype): dtype for dtype in _DTYPES}.__getitem__),
+    "device": (torch.device, str, torch.device),
+    "path": (PurePath, str, Path),
+    "complex": (complex, str, complex),
+    "size": (torch.Size, list, torch.Size),
+    # These three are written by `_Writer.node` and `_missing`.
+    "int": ((), str, partial(int, base=16)),
+    "float": ((), str, float),
+    "missing": ((), str, lambda what: Missing(str(what))),
+}
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "frozenset": frozenset, "set": set}
-
-# How leaves are read.
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "missing": lambda what: Missing(str(what)),
-    "size": torch.Size,
-    "float": float,
-    "int": lambda text: int(text, 16),
-    "bytes": lambda text: base64.b64decode(text, validate=True),
-    "complex": complex,
-    "path": Path,
-    "dtype": {str(dtype): dtype for dtype in _DTYPES}.__getitem__,
-    "device": torch.device,
-}
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

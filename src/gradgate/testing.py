@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from gradgate import freezing
 from gradgate._checks import check_module, wrong_type
 from gradgate._names import describe, suggest_names
 from gradgate.doctor import Diagnosis, diagnose
 from gradgate.errors import ArgumentTypeError
+from gradgate.freezing import assert_frozen
 
 __all__ = ["assert_finite_grads", "assert_frozen", "assert_learns", "assert_no_cut"]
 
@@ -100,25 +100,6 @@ def assert_finite_grads(model: torch.nn.Module, batch: Any, loss_fn: LossFn) -> 
     """
     __tracebackhide__ = True
     _refuse(model, _step_of(model, batch, loss_fn, "assert_finite_grads"), _BAD)
-
-
-def assert_frozen(*handles: Any) -> None:
-    """Prove that nothing moved since these were frozen.
-
-    Args:
-        *handles: What `gg.freeze`, `gg.train_only`, `gg.pin` or `gg.train_rows` returned.
-
-    Raises:
-        FrozenMovedError: A frozen element is not what it was; it is an AssertionError too.
-        ArgumentTypeError: Something else was given.
-
-    Examples:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> handle = gg.freeze(model)
-        >>> gg.testing.assert_frozen(handle)
-    """
-    __tracebackhide__ = True
-    freezing.assert_frozen(*handles)
 
 
 def _step_of(

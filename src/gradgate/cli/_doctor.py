@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -25,8 +25,8 @@ def _in_a_folder(ctx: click.Context, parameter: click.Parameter, path: Path | No
     return None if path is None else path.absolute()
 
 
-def _check_script(script: str, as_module: bool) -> None:
-    if not as_module and not Path(script).is_file():
+def _check_script(script: str, module: bool) -> None:
+    if not module and not Path(script).is_file():
         raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
 
 
@@ -48,7 +48,7 @@ def _file_option(name: str, help: str) -> Callable[[Function], Function]:
     show_default=True,
     help="End with 1 if there is a finding of this severity or worse.",
 )
-@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m package.train.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in python -m package.train.")
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="End the script after N optimizer steps.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="End it after so long.")
 @click.option("--from-step", type=click.IntRange(min=0), hidden=True)
@@ -58,17 +58,15 @@ def _file_option(name: str, help: str) -> Callable[[Function], Function]:
 @click.pass_context
 def doctor(
     ctx: click.Context,
-    whole: bool,
+    /,
     json_path: Path | None,
     html_path: Path | None,
     fail_on: str,
-    as_module: bool,
-    steps: int | None,
-    timeout: float | None,
-    from_step: int | None,
     rerun_path: Path | None,
     script: str,
     args: tuple[str, ...],
+    module: bool,
+    **settings: Any,
 ) -> None:
     """Run SCRIPT with its own ARGS, unchanged, and say why it does not learn.
 
@@ -82,7 +80,7 @@ def doctor(
 
     from gradgate.doctor import Diagnosis, ScriptReport, examine_script
 
-    _check_script(script, as_module)
+    _check_script(script, module)
     rank = int(os.environ.get("RANK", "0"))  # set by torchrun: the first rank prints and writes for all
     console, terminal = Console(highlight=False, soft_wrap=True, quiet=rank > 0), Console(stderr=True)
     printed: list[Diagnosis] = []
@@ -112,18 +110,8 @@ def doctor(
             if status is not None:
                 status.update(f"step {step}, {seconds:.0f} s, {what}")
 
-        report = examine_script(
-            script,
-            args,
-            module=as_module,
-            whole=whole,
-            from_step=from_step,
-            steps=steps,
-            timeout=timeout,
-            at_exit=tell,
-            on_traced=tell_early,
-            progress=progress,
-        )
+        calls: dict[str, Any] = {"at_exit": tell, "on_traced": tell_early, "progress": progress}
+        report = examine_script(script, args, module=module, **calls, **settings)
     tell(report)
     failed = fail_on != "never" and bool(report.diagnosis.at_least(fail_on))
     ctx.exit(report.exit_code or int(failed))
@@ -131,11 +119,11 @@ def doctor(
 
 @click.command(context_settings=_SCRIPT)
 @_file_option("json", "Write the list as JSON.")
-@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m package.train.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in python -m package.train.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def modes(ctx: click.Context, json_path: Path | None, as_module: bool, script: str, args: tuple[str, ...]) -> None:
+def modes(ctx: click.Context, json_path: Path | None, module: bool, script: str, args: tuple[str, ...]) -> None:
     """Run SCRIPT with its own ARGS, unchanged, and list every line that switched recording off.
 
     Each line comes with how often it did, how long recording was off, how many calls of torch and which modules ran
@@ -145,8 +133,8 @@ def modes(ctx: click.Context, json_path: Path | None, as_module: bool, script: s
     """
     from gradgate.doctor import examine_modes
 
-    _check_script(script, as_module)
-    report = examine_modes(script, args, module=as_module)
+    _check_script(script, module)
+    report = examine_modes(script, args, module=module)
     if json_path is not None:
         json_path.write_text(json.dumps(asdict(report), indent=2), encoding="utf-8")
     columns, rows = ("where", "times", "seconds", "calls", "modules", "line"), []
