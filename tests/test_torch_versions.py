@@ -34,6 +34,7 @@ OF_OBJECTS = {"_orig_mod", "_fsdp_state"}.union(
     dir(torch.autograd.Function),
     dir(torch.ops.aten.add.Tensor),
     dir(torch.ones(1).untyped_storage()),
+    dir(torch.utils.data.DataLoader([1])),
 ).difference(STANDARD)
 """Names that tensors, modules, optimizers and nodes of the graph have."""
 FOREIGN_BASES = ("Module", "Tensor", "Function", "Optimizer")
@@ -87,14 +88,33 @@ def private_torch_names(tree):
         elif isinstance(node, ast.ClassDef):
             if any(word in ast.unparse(base) for base in node.bases for word in FOREIGN_BASES):
                 methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-                yield from (f"{node.name}.{name}" for name in methods & OF_OBJECTS if is_private(name))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.removesuffix(".")
-            if name.startswith("torch._") or (is_private(name) and name in OF_OBJECTS):
-                yield repr(name)
-            call = parents.get(node)
-            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("getattr", "hasattr", "setattr", "attrgetter"):
-                yield from [repr(name)] if is_private(name) and name not in OWN else []
+                of_self = {
+                    each.attr for each in ast.walk(node) if ast.unparse(each) == f"self.{getattr(each, 'attr', '')}"
+                }
+                yield from (f"{node.name}.{name}" for name in (methods | of_self) & OF_OBJECTS if is_private(name))
+        elif isinstance(node, ast.MatchClass):
+            yield from (name for name in node.kwd_attrs if is_private(name) and (name in OF_OBJECTS or name not in OWN))
+        elif (text := literal_text(node)) is not None and re.fullmatch(r"[\w.:]+", text):
+            parts = [part for part in re.split("[.:]", text) if is_private(part)]
+            if parts and (text.startswith("torch") or not OF_OBJECTS.isdisjoint(parts)):
+                yield repr(text)
+            user = parents.get(node)
+            looks_up = isinstance(user, ast.Call) and ast.unparse(user.func).rpartition(".")[2] in LOOKUPS
+            if (looks_up or isinstance(user, ast.Subscript)) and not OWN.issuperset(parts):
+                yield repr(text)
+
+
+LOOKUPS = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller", "__getattribute__", "resolve_name")
+
+
+def literal_text(node):
+    """Return a text that is written out, in one piece or added up; None for everything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = literal_text(node.left), literal_text(node.right)
+        return left + right if left is not None and right is not None else None
+    return None
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -122,6 +142,22 @@ def test_no_other_file_uses_a_private_name_of_torch(path):
         "sys.modules.get('torch._dynamo')",
         "name.replace('_orig_mod.', '')",
         "class Own(torch.nn.Module):\n    def _apply(self, fn): ...",
+        "class Own(torch.nn.Module):\n    def children(self): return self._modules",
+        "from torch import _C",
+        "import torch._C as core",
+        "same = torch\nsame._C",
+        "torch.__dict__['_C']",
+        "vars(torch)['_C']",
+        "super()._apply(fn)",
+        "del x._backward_hooks",
+        "getattr(x, f'_version')",
+        "getattr(x, '_ver' + 'sion')",
+        "NAME = '_version'\ngetattr(x, NAME)",
+        "operator.attrgetter('grad_fn._sequence_nr')(x)",
+        "operator.methodcaller('_a_name_that_nobody_here_has')(x)",
+        "importlib.import_module('torch.utils._pytree')",
+        "pkgutil.resolve_name('torch:Tensor._base')",
+        "match x:\n    case torch.Tensor(_version=count): ...",
     ],
 )
 def test_the_search_for_private_names_finds(line):

@@ -128,15 +128,15 @@ def _with_suggestions(function: FunctionType, shown: str) -> FunctionType:
         f"def make(_function, _default, _empty, _refuse):\n"
         f"    def call({', '.join(given)}, **_unknown):\n"
         f"        if {' or '.join(wrong)}:\n"
-        f"            _refuse(locals())\n"
+        f"            _refuse(_unknown, locals())\n"
         f"        return _function({', '.join(handed)})\n"
         f"    return call"
     )
     made: dict[str, Callable[..., FunctionType]] = {}
     exec(compile(source, function.__code__.co_filename, "exec"), function.__globals__, made)
 
-    def refuse(values: dict[str, Any]) -> None:
-        for name in values["_unknown"]:
+    def refuse(unknown: dict[str, Any], values: dict[str, Any]) -> None:
+        for name in unknown:
             raise no_such_argument(shown, name, [name for name in parameters if name != "self"])
         # Python's own error. What is misspelt is missing as well: without this wrapper, Python would only say that.
         if more := values.get("_more"):
