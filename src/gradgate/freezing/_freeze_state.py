@@ -1,11 +1,6 @@
-"""What is frozen of one parameter, by which handles, and how it is kept from moving.
+"""What is frozen of one parameter, by which handles, and how it is kept from moving; the package says how.
 
-A parameter that is frozen as a whole loses its gradient before every step: torch's optimizers then skip it, decay and
-momentum included. Frozen elements have a gradient of exactly 0 from the moment it is accumulated, and their values are
-written back after every step.
-
-Of a sharded parameter (DTensor) each process treats its own shard. The state travels with the parameter into copies
-and pickles.
+Of a sharded parameter (DTensor) each process treats its own shard.
 """
 
 from __future__ import annotations
@@ -166,12 +161,8 @@ class Watcher:
 
     def before_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def before_evaluation(self, parameter: torch.Tensor) -> None:
-        """Act before the optimizer evaluates its closure in the middle of a step."""
-
-    def after_evaluation(self, parameter: torch.Tensor) -> None: ...
-
-    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None: ...
+    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+        """Act after a step; in the middle of it, before a closure, there is no optimizer."""
 
 
 def watchers_of(parameter: torch.Tensor) -> dict[str, Any]:
@@ -203,17 +194,13 @@ def detach(parameter: torch.Tensor, kind: str) -> None:
 
 
 def _copied(reference: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
-    parameter = _alive(reference)
-    if id(parameter) in memo:
-        return memo[id(parameter)]  # type: ignore[no-any-return]
-    with _bare(parameter):
+    with _bare(reference) as parameter:
         result: torch.Tensor = type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
     return _with_watchers(result, copy.deepcopy(watchers_of(parameter), memo))
 
 
 def _reduced(reference: weakref.ref[torch.Tensor], protocol: int) -> tuple[Any, ...]:
-    parameter = _alive(reference)
-    with _bare(parameter):
+    with _bare(reference) as parameter:
         function, arguments = type(parameter).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
         # Attributes of the user come as the parameter's own dictionary, which gets ours back in a moment.
         arguments = tuple(dict(part) if type(part) is dict else part for part in arguments)
@@ -221,30 +208,24 @@ def _reduced(reference: weakref.ref[torch.Tensor], protocol: int) -> tuple[Any, 
 
 
 @contextmanager
-def _bare(parameter: torch.Tensor) -> Iterator[None]:
-    """Take our attributes off, so that the class copies the parameter as it always does."""
+def _bare(reference: weakref.ref[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Take our attributes off the parameter, so that its class copies it as it always does."""
+    parameter = reference()
+    assert parameter is not None, "a method of a tensor was called after the tensor was gone"
     ours = {name: parameter.__dict__.pop(name) for name in _ATTRIBUTES}
     try:
-        yield
+        yield parameter
     finally:
         parameter.__dict__.update(ours)
 
 
-def _rebuilt(
-    function: Callable[..., torch.Tensor], arguments: tuple[Any, ...], watchers: dict[str, Watcher]
-) -> torch.Tensor:
+def _rebuilt(function: Callable[..., torch.Tensor], arguments: Any, watchers: dict[str, Watcher]) -> torch.Tensor:
     return _with_watchers(function(*arguments), watchers)
 
 
 def _with_watchers(parameter: torch.Tensor, watchers: dict[str, Watcher]) -> torch.Tensor:
     for kind, watcher in watchers.items():
         attach(parameter, kind, watcher)
-    return parameter
-
-
-def _alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
-    parameter = reference()
-    assert parameter is not None, "a method of a tensor was called after the tensor was gone"
     return parameter
 
 
@@ -264,44 +245,36 @@ def _watched(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Watch
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    watched = _watched(optimizer)
-    if not watched:
-        return None
-    for parameter, watcher in watched:
+    for parameter, watcher in (watched := _watched(optimizer)):
         watcher.before_step(parameter, optimizer)
     # Arguments are (optimizer, closure) or the closure comes by name; a step may go without.
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], _guarded(args[1], watched, optimizer), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _guarded(kwargs["closure"], watched, optimizer)}
+    if watched and len(args) > 1 and callable(args[1]):
+        return (args[0], _between(args[1], optimizer), *args[2:]), kwargs
+    if watched and callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _between(kwargs["closure"], optimizer)}
     return None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *arguments: Any, ended: bool = True) -> None:
     for parameter, watcher in sorted(_watched(optimizer), key=lambda pair: pair[1].late):
-        watcher.after_step(parameter, optimizer)
+        watcher.after_step(parameter, optimizer if ended else None)
 
 
-def _guarded(
-    closure: Callable[[], Any], watched: list[tuple[torch.Tensor, Watcher]], optimizer: torch.optim.Optimizer
-) -> Callable[[], Any]:
+def _between(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """Show the closure the frozen values, also in the middle of a step (line searches)."""
 
-    def guarded() -> Any:
-        for parameter, watcher in watched:
-            watcher.before_evaluation(parameter)
+    def between() -> Any:
+        _after_step(optimizer, ended=False)
         try:
             result = closure()
         except BaseException:  # the step ends here; values that are loaded before the next one are intended
-            for parameter, watcher in watched:
-                watcher.after_step(parameter, optimizer)
+            _after_step(optimizer)
             raise
-        for parameter, watcher in watched:
-            watcher.after_evaluation(parameter)
+        _before_step(optimizer, (), {})
         return result
 
-    return guarded
+    return between
 
 
 # --- Who froze a parameter ------------------------------------------------------------------------------------------
@@ -431,21 +404,13 @@ class FreezeState(Watcher):
         if self._stepping is None or self._stepping() is None:
             self._stepping = weakref.ref(optimizer)
 
-    def before_evaluation(self, parameter: torch.Tensor) -> None:
-        """Show the closure the frozen values, whatever the step has done so far."""
-        self._restore(parameter)
-
-    def after_evaluation(self, parameter: torch.Tensor) -> None:
-        if self.freezes:
-            parameter.grad = None
-
-    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> None:
         """Put the frozen values back, also at the end of a step that has other steps inside (`super().step()`)."""
         if self._kept is None:
             return
         self._restore(parameter)
         self._seen = _mark(parameter)
-        if self._stepping is not None and self._stepping() is optimizer:
+        if optimizer is not None and self._stepping is not None and self._stepping() is optimizer:
             self._stepping = None
 
     def _restore(self, parameter: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Self
@@ -51,23 +51,25 @@ class FreezeHandle(Verified):
         >>> handle.thaw()
     """
 
-    def __init__(self, model: nn.Module, names: list[str], label: str, modules: dict[str, nn.Module]) -> None:
-        known = named_parameters(model)
+    def __init__(self, model: nn.Module, names: list[str], label: str, *, statistics: bool) -> None:
+        known, modules = named_parameters(model), named_modules(model)
+        check_values({name: known[name] for name in names}, "freeze")
+        ties = ties_of(known)
+        chosen = set(names).union(*(ties.get(name, ()) for name in names))
         self.model = model
-        self.names = tuple(names)
-        self._parameters = {name: known[name] for name in names}
-        modules_by_name = named_modules(model)
-        self._owners = {name: modules_by_name[name.rpartition(".")[0]] for name in names}
-        self.tied = ties_of(self._parameters)
-        self._modules = modules
-        self.statistics = tuple(modules)
+        self._parameters = {name: parameter for name, parameter in known.items() if name in chosen}
+        self.names = tuple(self._parameters)
+        self.tied = {name: ties[name] for name in self.names if name in ties}
+        self._owners = {name: modules[name.rpartition(".")[0]] for name in self.names}
+        self._modules = _at_rest(model, self._parameters.values()) if statistics else {}
+        self.statistics = tuple(self._modules)
         self._token = uuid.uuid4().hex
         self._thawed = False
         synchronised = replicated()
         for parameter in self._parameters.values():
             state = make_freeze_state(parameter)
             state.freeze(parameter, self._token, label, synchronised=id(parameter) in synchronised)
-        for module in modules.values():
+        for module in self._modules.values():
             stop_statistics(module, self._token)
         self.accept()
 
@@ -80,8 +82,7 @@ class FreezeHandle(Verified):
         """Let what no other handle freezes learn again, as it did before. A second call does nothing.
 
         Raises:
-            ArgumentValueError: DistributedDataParallel was built while a parameter was frozen and would never
-                synchronise its gradient. Nothing has been thawed then.
+            ArgumentValueError: DistributedDataParallel would never synchronise a parameter; nothing is thawed then.
         """
         if not self.active:
             return
@@ -141,31 +142,26 @@ class FreezeHandle(Verified):
 def freeze(model: nn.Module, *what: Selector, statistics: bool = True) -> FreezeHandle:
     """Keep parameters from moving: bit-identical after any number of steps of any optimizer.
 
-    The parameter stops requiring a gradient and loses the one it has. While it is frozen, no step of any
-    `torch.optim.Optimizer` finds a gradient on it - a stale one, a zeroed one - so neither decay nor warm momentum
-    moves it, and its optimizer state rests. Running statistics (BatchNorm) of a frozen part stop too, whatever
-    `model.train()` says: such a layer then computes with its running statistics, as in `eval()`.
+    The parameter stops requiring a gradient and loses the one it has; no step finds one on it, so neither decay nor
+    warm momentum moves it. Running statistics (BatchNorm) of a frozen part stop too, whatever `model.train()` says:
+    such a layer then computes as in `eval()`.
 
-    Under DistributedDataParallel a parameter that is frozen after the wrap still requires a gradient, because DDP waits
-    for it; the gradient is 0 and the parameter does not move. Freeze before the wrap to save the work. Freeze an FSDP2
-    model after `fully_shard`.
+    Freeze before DistributedDataParallel to save the work of the gradient: DDP waits for that of a parameter which is
+    frozen after the wrap, and it is 0. Freeze an FSDP2 model after `fully_shard`.
 
     Args:
         model: The model; DDP and torch.compile around it are ignored.
-        *what: Globs (`"encoder.*"`, matched against full names and against the modules around), compiled regexes
-            (searched in the same names), modules, parameters, or predicates `(name, parameter) -> bool`. Everything
-            that one of them selects is frozen; without any, the whole model. The prefix of a wrapper
+        *what: Globs (`"encoder.*"`) of full names of parameters or modules, compiled regexes, modules, parameters, or
+            predicates `(name, parameter) -> bool`; without any, the whole model. The prefix of a wrapper
             (`base_model.model.` in PEFT) may be left out.
-        statistics: Whether running statistics stop, of modules whose parameters are all frozen; one without
-            parameters goes with the part around it.
+        statistics: Whether running statistics stop, of modules whose parameters (or those around) are all frozen.
 
     Returns:
         A handle to thaw and to verify; also a context manager. Dropping the reference does not thaw.
 
     Raises:
         NothingMatchedError: A selector matches nothing; the nearest names are given.
-        ArgumentValueError: A module or parameter of another model was given, one that has no values yet, or one that
-            FSDP2 has gathered for the moment.
+        ArgumentValueError: Something of another model, without values yet, or gathered by FSDP2 for the moment.
         ArgumentTypeError: `model` is no module, or a selector is of a kind that selects nothing.
 
     Examples:
@@ -203,11 +199,9 @@ def train_only(model: nn.Module, *what: Selector, statistics: bool = True) -> Fr
         FreezeHandle(0.weight, 0.bias)
     """
     if not what:
-        raise ArgumentValueError(
-            "train_only(): nothing is named that should learn.",
-            why=f"all of {listed(list(named_parameters(bare(model, 'train_only'))))} would be frozen.",
-            fix="gg.freeze(model)   # if that is meant",
-        )
+        why = f"all of {listed(list(named_parameters(bare(model, 'train_only'))))} would be frozen."
+        fix = "gg.freeze(model)   # if that is meant"
+        raise ArgumentValueError("train_only(): nothing is named that should learn.", why=why, fix=fix)
     return _freeze(model, what, statistics, "train_only")
 
 
@@ -219,35 +213,20 @@ def _freeze(model: nn.Module, what: Sequence[Selector], statistics: bool, functi
     selected = set(select(inner, what, function))
     names = [name for name in named_parameters(inner) if (name in selected) == (function == "freeze")]
     label = f"{function}({', '.join(wording(selector) for selector in what)})"
-    return freeze_named(inner, names, label, statistics=statistics)
-
-
-def freeze_named(model: nn.Module, names: list[str], label: str, *, statistics: bool) -> FreezeHandle:
-    """Freeze parameters by name, with those that share their memory."""
-    known = named_parameters(model)
-    check_values({name: known[name] for name in names}, "freeze")
-    ties = ties_of(known)
-    chosen = set(names).union(*(ties.get(name, ()) for name in names))
-    names = [name for name in known if name in chosen]
-    modules = _at_rest(model, [known[name] for name in names]) if statistics else {}
-    return FreezeHandle(model, names, label, modules)
+    return FreezeHandle(inner, names, label, statistics=statistics)
 
 
 def check_values(parameters: dict[str, Any], function: str) -> None:
     """Make sure that parameters have values, which stay where they are."""
     if empty := [name for name, one in parameters.items() if is_lazy(one) or getattr(one, "is_meta", False)]:
-        raise ArgumentValueError(
-            f"{function}(): {listed(empty)} has no values yet.",
-            why="a lazy module makes its parameters at the first forward, a meta device has none at all.",
-            fix=f"model(example_batch)   # or to_empty(device=...) and load_state_dict, before the {function}",
-        )
+        why = "a lazy module makes its parameters at the first forward, a meta device has none at all."
+        fix = f"model(example_batch)   # or to_empty(device=...) and load_state_dict, before the {function}"
+        raise ArgumentValueError(f"{function}(): {listed(empty)} has no values yet.", why=why, fix=fix)
     whole = gathered()
     if empty := [name for name, one in parameters.items() if id(one) in whole]:
-        raise ArgumentValueError(
-            f"{function}(): FSDP2 has gathered {listed(empty)} for the moment.",
-            why=f"after the next backward it is a shard again, on which this {function} would have no effect.",
-            fix=f"model.reshard()   # on all its parts, then {function}",
-        )
+        why = f"after the next backward it is a shard again, on which this {function} would have no effect."
+        fix = f"model.reshard()   # on all its parts, then {function}"
+        raise ArgumentValueError(f"{function}(): FSDP2 has gathered {listed(empty)} for the moment.", why=why, fix=fix)
 
 
 def thaw(model: nn.Module, *what: Selector) -> None:
@@ -257,8 +236,7 @@ def thaw(model: nn.Module, *what: Selector) -> None:
 
     Args:
         model: The model.
-        *what: What to thaw, as for `freeze`; none at all means the whole model. Tables under `train_rows` stay as
-            they are: `merge` frees them.
+        *what: What to thaw, as for `freeze`. Tables under `train_rows` stay as they are: `merge` frees them.
 
     Raises:
         NothingMatchedError: A selector matches nothing.
@@ -284,7 +262,7 @@ def thaw(model: nn.Module, *what: Selector) -> None:
         release_statistics(module, None)
 
 
-def _at_rest(model: nn.Module, frozen: list[nn.Parameter]) -> dict[str, nn.Module]:
+def _at_rest(model: nn.Module, frozen: Iterable[nn.Parameter]) -> dict[str, nn.Module]:
     """List the modules with statistics all of whose parameters are frozen."""
     # One without parameters goes with the nearest module around it that has some.
     ids = {id(parameter) for parameter in frozen}
@@ -421,11 +399,9 @@ def _matched(model: nn.Module, known: dict[str, nn.Parameter], selector: Selecto
         return names
     if callable(selector):
         return [name for name, parameter in known.items() if selector(name, parameter)]
-    raise ArgumentTypeError(
-        f"{function}(): {describe(selector)} selects nothing.",
-        why="a selector is a glob, a compiled regex, a module, a parameter, or a predicate(name, parameter).",
-        fix=f'{function}(model, "encoder.*", re.compile(r"\\.bias$"), model.head)',
-    )
+    why = "a selector is a glob, a compiled regex, a module, a parameter, or a predicate(name, parameter)."
+    fix = f'{function}(model, "encoder.*", re.compile(r"\\.bias$"), model.head)'
+    raise ArgumentTypeError(f"{function}(): {describe(selector)} selects nothing.", why=why, fix=fix)
 
 
 def _wrappers(model: nn.Module) -> Iterator[str]:
@@ -449,10 +425,8 @@ def with_parents(name: str) -> list[str]:
 
 
 def _foreign(model: nn.Module, thing: str, function: str) -> ArgumentValueError:
-    return ArgumentValueError(
-        f"{function}(): {thing} does not belong to this {type(model).__name__}.",
-        why="freezing it here would not show in this model, and thawing this model would not free it.",
-    )
+    why = "freezing it here would not show in this model, and thawing this model would not free it."
+    return ArgumentValueError(f"{function}(): {thing} does not belong to this {type(model).__name__}.", why=why)
 
 
 def _nothing(
@@ -463,11 +437,9 @@ def _nothing(
     like = nearest(text.strip("*.^$\\"), names) or nearest(text, names)
     why = f"the parameters are {listed(list(known))}." if known else "the model has no parameters."
     guess = f"{like[0]!r}   # did you mean {listed([repr(name) for name in like])}?" if like else ""
-    return NothingMatchedError(
-        f"{function}(): {wording(selector)} matches no parameter of {type(model).__name__}.",
-        why="it has no parameters." if isinstance(selector, nn.Module) else why,
-        fix=guess or "print(gg.trainable(model))",
-    )
+    what = f"{function}(): {wording(selector)} matches no parameter of {type(model).__name__}."
+    why = "it has no parameters." if isinstance(selector, nn.Module) else why
+    return NothingMatchedError(what, why=why, fix=guess or "print(gg.trainable(model))")
 
 
 # --- Statistics of frozen layers ------------------------------------------------------------------------------------

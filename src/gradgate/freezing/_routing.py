@@ -78,19 +78,16 @@ def route(
 ) -> Routing:
     """Run backward so that each part of a model learns from the losses that it is routed to, and from no other.
 
-    It replaces `loss.backward()`: gradients are added to `.grad`, hooks on parameters run. Losses that train
-    the same parameters share one backward pass, unless their gradients are measured or resolved; then each has its
-    own. Activations in between carry every gradient, so a loss reaches the encoder through a head it does not train.
+    It replaces `loss.backward()`. Losses that train the same parameters share one backward pass, unless their gradients
+    are measured or resolved. A loss reaches the encoder through a head that it does not train.
 
     Args:
-        routes: For each part, as a selector of `freeze`, the names of the losses that train it. A parameter in several
-            parts is trained by the losses of all of them. A part with an empty list gets no gradient.
+        routes: For each part, as a selector of `freeze`, the names of the losses that train it; parts may overlap.
         losses: The losses by name, each one number; multiply them by their weights before.
         model: The model.
         measure: Whether to measure the conflict: the cosine of each pair of losses in each layer they share.
         resolve: "pcgrad" takes out of each loss's gradient what opposes another loss (Yu et al. 2020, "Gradient
-            Surgery"), among parameters that the same losses train, and in the order of the losses instead of a random
-            one. It measures the conflict too, before.
+            Surgery"), in the order of the losses instead of a random one. It measures the conflict too, before.
         retain_graph: Whether to keep the graph for another backward.
 
     Returns:
@@ -99,8 +96,7 @@ def route(
     Raises:
         NothingMatchedError: A selector matches no parameter.
         ArgumentTypeError: A loss is not a tensor of one number.
-        ArgumentValueError: A route names a loss that is not given, a loss is in no route or has no graph, or the
-            model is inside DistributedDataParallel or FSDP2.
+        ArgumentValueError: An unknown loss, one in no route or without a graph, or a model in DDP or FSDP2.
 
     Examples:
         >>> model = torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)})
@@ -163,25 +159,19 @@ def _routing(
         routed.update(chosen)
         for loss in (names,) if isinstance(names, str) else names:
             if loss not in losses:
-                raise ArgumentValueError(
-                    f"route(): {wording(selector)} is routed to {loss!r}, which is no loss.",
-                    why=f"the losses are {listed([repr(name) for name in losses])}.",
-                    fix="".join(map(repr, nearest(loss, losses, 1))),
-                )
+                what = f"route(): {wording(selector)} is routed to {loss!r}, which is no loss."
+                why = f"the losses are {listed([repr(name) for name in losses])}."
+                raise ArgumentValueError(what, why=why, fix="".join(map(repr, nearest(loss, losses, 1))))
             allowed[loss].update(chosen)
     if idle := [loss for loss in losses if not allowed[loss]]:
-        raise ArgumentValueError(
-            f"route(): {listed([repr(loss) for loss in idle])} is in no route.",
-            why="it would train nothing.",
-            fix=f'{{"*": {idle}}}   # or leave it out of the losses',
-        )
+        why = "it would train nothing."
+        fix = f'{{"*": {idle}}}   # or leave it out of the losses'
+        raise ArgumentValueError(f"route(): {listed([repr(loss) for loss in idle])} is in no route.", why=why, fix=fix)
     trains = {loss: tuple(name for name in learning if name in allowed[loss]) for loss in losses}
     if cut := [loss for loss, names in trains.items() if names and not losses[loss].requires_grad]:
-        raise ArgumentValueError(
-            f"route(): the loss {cut[0]!r} has no graph.",
-            why="something on the way to it was detached or computed without recording.",
-            fix=f"print(gg.diagnose(lambda: losses[{cut[0]!r}], model=model))",
-        )
+        why = "something on the way to it was detached or computed without recording."
+        fix = f"print(gg.diagnose(lambda: losses[{cut[0]!r}], model=model))"
+        raise ArgumentValueError(f"route(): the loss {cut[0]!r} has no graph.", why=why, fix=fix)
     unrouted = tuple(name for name in learning if name not in routed)
     if unrouted:
         warnings.warn(
@@ -201,20 +191,16 @@ def _check(model: nn.Module, routes: Any, losses: Any, resolve: Any) -> None:
             raise wrong_type(given, name, "route", why, fix)
     for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ArgumentTypeError(
-                f"route(): the loss {name!r} is {describe(loss)}.",
-                why="a gradient is that of one number.",
-                fix=f"{{{name!r}: loss.mean()}}" if isinstance(loss, torch.Tensor) else "",
-            )
+            why = "a gradient is that of one number."
+            fix = f"{{{name!r}: loss.mean()}}" if isinstance(loss, torch.Tensor) else ""
+            raise ArgumentTypeError(f"route(): the loss {name!r} is {describe(loss)}.", why=why, fix=fix)
     if resolve not in (None, "pcgrad"):
         why = 'a conflict is resolved by "pcgrad" or not at all.'
         raise wrong_value(resolve, "resolve", "route", why, 'resolve="pcgrad"')
     if any(isinstance(part, Replica) for part in model.modules()) or shard_roots(model):
-        raise ArgumentValueError(
-            "route(): the model is inside DistributedDataParallel or FSDP2.",
-            why="they reduce gradients in the one backward that they expect after a forward.",
-            fix="with ddp.no_sync(): ...   # forward, and route() with ddp.module; then all_reduce each gradient",
-        )
+        why = "they reduce gradients in the one backward that they expect after a forward."
+        fix = "with ddp.no_sync(): ...   # forward, and route() with ddp.module; then all_reduce each gradient"
+        raise ArgumentValueError("route(): the model is inside DistributedDataParallel or FSDP2.", why=why, fix=fix)
 
 
 def _dot(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:

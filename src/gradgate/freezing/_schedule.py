@@ -15,7 +15,7 @@ from gradgate._names import listed
 from gradgate._text import html_table
 from gradgate._torch_private import OPTIMIZER_HOOKS
 from gradgate.errors import ArgumentValueError
-from gradgate.freezing._layers import FreezeHandle, Selector, bare, freeze_named, named_parameters, select
+from gradgate.freezing._layers import FreezeHandle, Selector, bare, named_parameters, select
 
 _last: WeakKeyDictionary[nn.Module, ref[FreezeSchedule]] = WeakKeyDictionary()
 """The schedule of each model: a schedule decides about all of it, so only the newest one counts."""
@@ -24,10 +24,9 @@ _last: WeakKeyDictionary[nn.Module, ref[FreezeSchedule]] = WeakKeyDictionary()
 class FreezeSchedule:
     """Thaws a model part by part: each part learns from its epoch (or step) on, all else is frozen.
 
-    Build the optimizer over all of `model.parameters()`: what is frozen costs it nothing, and what thaws is there. The
-    state of the schedule is its position, not its history: after `load_state_dict`, or `set_epoch` with any number,
-    forwards or backwards, exactly that epoch's parts learn. Create it after DistributedDataParallel, which must know
-    every parameter that will learn. A new schedule of a model replaces its old one.
+    Build the optimizer over all of `model.parameters()`. The state of the schedule is its position: after
+    `load_state_dict`, or `set_epoch` with any number, exactly that epoch's parts learn. Create it after
+    DistributedDataParallel, which must know every parameter that will learn. A new schedule replaces an old one.
 
     Args:
         model: The model.
@@ -36,8 +35,7 @@ class FreezeSchedule:
         by: Whether the numbers are epochs or steps.
         statistics: Whether running statistics of frozen parts stop.
         lr: For some numbers of the plan, the learning rate that what thaws there begins with. It grows until it
-            reaches that of its parameter group. Each step of an optimizer uses the smaller of the two; the groups
-            themselves, their `lr` and what a scheduler does to it stay as they are.
+            reaches that of its parameter group, which stays as it is.
         growth: By how much that learning rate is multiplied each epoch (or step).
 
     Attributes:
@@ -47,8 +45,7 @@ class FreezeSchedule:
     Raises:
         NothingMatchedError: A selector of the plan matches nothing.
         ArgumentTypeError: The plan is no mapping from numbers to lists, or `lr` none from numbers to learning rates.
-        ArgumentValueError: A number is negative, the plan is empty, `lr` has a number that the plan has not, or
-            `growth` is not above 1.
+        ArgumentValueError: A negative number, an empty plan, an `lr` outside of the plan, or a `growth` not above 1.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -134,20 +131,16 @@ class FreezeSchedule:
         elif (lr, growth) != (self._lr, self._growth):
             what = f"lr={lr}, growth={growth}"
         if what:
-            raise ArgumentValueError(
-                f"load_state_dict(): the saved schedule has {what}.",
-                why="the run would go on with other parts learning, or at other rates, than it had.",
-                fix=f"gg.FreezeSchedule(model, the_plan_of_that_run, by={state['by']!r}, lr={lr}, growth={growth})",
-            )
+            why = "the run would go on with other parts learning, or at other rates, than it had."
+            fix = f"gg.FreezeSchedule(model, the_plan_of_that_run, by={state['by']!r}, lr={lr}, growth={growth})"
+            raise ArgumentValueError(f"load_state_dict(): the saved schedule has {what}.", why=why, fix=fix)
         self._apply(int(state["at"]))
 
     def _set(self, by: str, at: Any) -> None:
         if by != self._by:
-            raise ArgumentValueError(
-                f"set_{by}(): this schedule goes by {self._by}s.",
-                why="the numbers of its plan mean something else.",
-                fix=f"schedule.set_{self._by}(0)   # or by={by!r} in FreezeSchedule",
-            )
+            why = "the numbers of its plan mean something else."
+            fix = f"schedule.set_{self._by}(0)   # or by={by!r} in FreezeSchedule"
+            raise ArgumentValueError(f"set_{by}(): this schedule goes by {self._by}s.", why=why, fix=fix)
         if not isinstance(at, int) or isinstance(at, bool) or at < 0:
             raise wrong_value(at, by, f"set_{by}", f"{by}s are counted from 0.", f"schedule.set_{by}(0)")
         # Steps come often and rarely change anything.
@@ -161,7 +154,7 @@ class FreezeSchedule:
         names = [name for name in named_parameters(self._model) if name not in learning]
         label = f"FreezeSchedule at {self._by} {at}"
         # The new freeze comes before the old one goes, so that nothing is free in between.
-        self.handle = freeze_named(self._model, names, label, statistics=self._statistics) if names else None
+        self.handle = FreezeHandle(self._model, names, label, statistics=self._statistics) if names else None
         if before is not None:
             before.thaw()
         other = _last.get(self._model, lambda: None)()
@@ -181,11 +174,9 @@ def _check(plan: Any, by: Any, lr: Any, growth: Any) -> None:
     ):
         raise wrong_type(plan, "plan", function, "it says from which number on which list of selectors learns.", fix)
     if not plan or min(plan) < 0:
-        raise ArgumentValueError(
-            f"FreezeSchedule(): `plan` {'is empty' if not plan else f'has the number {min(plan)}'}.",
-            why="nothing would ever learn." if not plan else "epochs and steps are counted from 0.",
-            fix=fix,
-        )
+        what = f"FreezeSchedule(): `plan` {'is empty' if not plan else f'has the number {min(plan)}'}."
+        why = "nothing would ever learn." if not plan else "epochs and steps are counted from 0."
+        raise ArgumentValueError(what, why=why, fix=fix)
     fix = f"lr={{{max(plan)}: 1e-5}}"
     if lr is not None and not (
         isinstance(lr, Mapping) and all(isinstance(rate, numbers) and 0 < rate < math.inf for rate in lr.values())
@@ -215,11 +206,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     if all(part is group for part, group in zip(groups, optimizer.param_groups, strict=False)):
         return
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ArgumentValueError(
-            "FreezeSchedule(): L-BFGS moves all parameters along one direction.",
-            why="what thaws cannot have a learning rate of its own there.",
-            fix="gg.FreezeSchedule(model, plan)   # without lr=",
-        )
+        why = "what thaws cannot have a learning rate of its own there."
+        fix = "gg.FreezeSchedule(model, plan)   # without lr="
+        raise ArgumentValueError("FreezeSchedule(): L-BFGS moves all parameters along one direction.", why=why, fix=fix)
     _whole[optimizer] = optimizer.param_groups
     optimizer.param_groups = groups
 

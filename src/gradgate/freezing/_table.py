@@ -23,7 +23,7 @@ from gradgate.freezing._layers import (
     stopped,
     ties_of,
 )
-from gradgate.freezing._train_rows import rows_of
+from gradgate.freezing._pins import rows_of
 
 _COLUMNS = ("parameter", "shape", "state", "learns", "why")
 
@@ -98,8 +98,7 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
 
     Args:
         model: The model.
-        *optimizers: Its optimizers; with them, a parameter that would learn but is in none of them is reported, and how
-            much state they have of one that is frozen.
+        *optimizers: Its optimizers, to report what is in none of them, and their state of what is frozen.
 
     Returns:
         A dictionary by name with `shape`, `elements`, `learning` (how many elements learn), `state` ("learns",
@@ -122,11 +121,9 @@ def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainable
     inner = bare(model, "trainable")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ArgumentTypeError(
-                f"trainable(): {describe(optimizer)} is no optimizer.",
-                why="after the model come its optimizers, to tell what none of them moves.",
-                fix="gg.trainable(model, optimizer)",
-            )
+            why = "after the model come its optimizers, to tell what none of them moves."
+            fix = "gg.trainable(model, optimizer)"
+            raise ArgumentTypeError(f"trainable(): {describe(optimizer)} is no optimizer.", why=why, fix=fix)
     known = named_parameters(inner)
     ties = ties_of(known)
     moved = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}

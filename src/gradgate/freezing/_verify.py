@@ -161,11 +161,9 @@ class Verified:
             ArgumentValueError: The handle has thawed, or was released or merged.
         """
         if not self.active:
-            raise ArgumentValueError(
-                f"verify(): this {type(self).__name__} freezes nothing any more.",
-                why="what is free may move.",
-                fix="handle.verify()   # before thaw, release or merge",
-            )
+            what = f"verify(): this {type(self).__name__} freezes nothing any more."
+            why = "what is free may move."
+            raise ArgumentValueError(what, why=why, fix="handle.verify()   # before thaw, release or merge")
         for name, (tensor, region, how) in self._frozen().items():
             then, accepted = self._accepted[name]
             if how and how != accepted:
@@ -201,11 +199,9 @@ def assert_frozen(*handles: Verified) -> None:
     """
     for handle in handles:
         if not callable(getattr(handle, "verify", None)):
-            raise ArgumentTypeError(
-                f"assert_frozen(): {describe(handle)} is no handle.",
-                why="only what was frozen knows what it was.",
-                fix="handle = gg.freeze(model)\ngg.freezing.assert_frozen(handle)",
-            )
+            why = "only what was frozen knows what it was."
+            fix = "handle = gg.freeze(model)\ngg.freezing.assert_frozen(handle)"
+            raise ArgumentTypeError(f"assert_frozen(): {describe(handle)} is no handle.", why=why, fix=fix)
         handle.verify()
 
 
@@ -213,11 +209,9 @@ def _check_unmoved(name: str, tensor: torch.Tensor, region: FrozenRegion, then: 
     """Compare frozen elements with their fingerprint, and return the one to compare with next time."""
     values = region.gather(local_part(tensor.detach()))
     if values.numel() != then.count:
-        raise FrozenMovedError(
-            f"{name} is frozen and has now {values.numel()} elements instead of {then.count}.",
-            why="another tensor was put in its place.",
-            fix="handle = gg.freeze(model)   # again: the new tensor is not frozen",
-        )
+        what = f"{name} is frozen and has now {values.numel()} elements instead of {then.count}."
+        why = "another tensor was put in its place."
+        raise FrozenMovedError(what, why=why, fix="handle = gg.freeze(model)   # again: the new tensor is not frozen")
     if values.dtype is not then.dtype:  # converted since, which rounds on purpose
         return fingerprint(values)
     moved = then.moved(values)

@@ -3,8 +3,19 @@
 from gradgate._names import suggest_names
 from gradgate.gates._adaptive import AdaptiveClip
 from gradgate.gates._assertion import check
-from gradgate.gates._functions import clip_grad, finite_grad, gate, reverse_grad, scale_grad, straight_through
-from gradgate.gates._modules import ClipGrad, FiniteGrad, Gate, ReverseGrad, ScaleGrad
+from gradgate.gates._functions import (
+    ClipGrad,
+    FiniteGrad,
+    Gate,
+    ReverseGrad,
+    ScaleGrad,
+    clip_grad,
+    finite_grad,
+    gate,
+    reverse_grad,
+    scale_grad,
+    straight_through,
+)
 from gradgate.gates._rules import GateMeter
 
 __all__ = [

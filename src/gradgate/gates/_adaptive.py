@@ -21,19 +21,15 @@ _LEAST_WEIGHT = 1e-3
 class AdaptiveClip:
     """Clips the gradient of each parameter by its own history, or by the size of its weights, and counts.
 
-    Call it between backward and `optimizer.step()`. One limit for the whole gradient (`clip_grad_norm_`) has to be
-    found for each model, and lets small layers through with whatever they have. Here each parameter has its own.
+    Call it between backward and `optimizer.step()`, with FSDP2 in every process. A gradient that is not finite stays as
+    it is and is not in the history: `gg.Guard` finds the sample that made it.
 
     By `"history"`, the norm of a gradient may be `median + threshold * spread` of its last `window` norms; the spread
     is 1.4826 times their median absolute deviation, and at least 0.01 of the median. A gradient that is larger is
-    scaled down to that, and counts in the history with it. Nothing is clipped before `warmup` norms are known.
+    scaled down to that, and counts in the history with it.
 
     By `"ratio"`, the gradient of each row of a weight (of a whole bias, or one that is sparse) may be `threshold` times
     the norm of that row, which counts as 0.001 at least.
-
-    With FSDP2 the norms are those of whole gradients; every process calls it, as it would `clip_grad_norm_`.
-
-    A gradient that is not finite stays as it is and is not in the history: `gg.Guard` finds the sample that made it.
 
     Args:
         model: The model; parameters without a gradient are skipped.

@@ -21,10 +21,9 @@ Condition = Literal["finite"] | Callable[[torch.Tensor], torch.Tensor | bool]
 def check(x: torch.Tensor, condition: Condition, message: str = "") -> torch.Tensor:
     """Return x, or raise and name the rows (samples) of x that break a condition.
 
-    The guard takes the error as the fault of those samples. It reads one number on the host, so that the error comes
-    from this line. Under `torch.compile` it is torch's own assertion: nothing waits for a device, and the error is a
-    RuntimeError with the message and without rows. Under vmap the rows are those of the outermost batch dimension.
-    With `python -O`, or `GRADGATE_CHECKS=0` in the environment, nothing is checked.
+    The guard takes the error as the fault of those samples. It reads one number on the host. Under `torch.compile` it
+    is torch's own assertion: a RuntimeError with the message and without rows. Under vmap the rows are those of the
+    outermost batch dimension. With `python -O`, or `GRADGATE_CHECKS=0` in the environment, nothing is checked.
 
     Args:
         x: Any tensor; its rows are samples.

@@ -1,13 +1,8 @@
-"""The right denominator, and losses that a few bad values cannot dominate.
-
-A loss is divided by what took part in it - not by the size of the batch, not by the number of micro-batches or ranks -
-and what is left out is not evaluated at all, so that it can hurt neither value nor gradient.
-"""
+"""The right denominator, and losses that a few bad values cannot dominate."""
 
 from gradgate._names import suggest_names
 from gradgate.losses._denominator import ExactMean, reduce
 from gradgate.losses._masked_loss import masked_loss
-from gradgate.losses._outliers import inliers, record_decisions, trimmed
 from gradgate.losses._robust import (
     adaptive,
     barron,
@@ -15,7 +10,10 @@ from gradgate.losses._robust import (
     charbonnier,
     geman_mcclure,
     huber,
+    inliers,
+    record_decisions,
     robust_weights,
+    trimmed,
     tukey,
     welsch,
 )

@@ -41,8 +41,7 @@ def reduce(
 
     Gradient:
         weight / sum(weight) to each loss kept, and to each weight kept what it adds; exactly 0 to what is left out,
-        also where its loss is NaN, and to everything when nothing is kept. What comes before `per_element` is still
-        computed: where that has a NaN of its own, use `masked_loss`, which does not compute it at all.
+        also where its loss is NaN, and to everything when nothing is kept. `masked_loss` does not even compute it.
 
     Examples:
         >>> per_sample = torch.tensor([0.5, 1.5, float("nan")])
@@ -128,13 +127,11 @@ def check_weights(weights: torch.Tensor, per_element: torch.Tensor, *, function:
 class ExactMean:
     """Train on the mean over a whole window - several micro-batches, several ranks - whatever their counts are.
 
-    The mean of means is not the mean: a micro-batch with one token would count as much as one with a thousand. So each
-    micro-batch gives the *sum* of its losses and how much went into it, and before the optimizer steps the gradients
-    are divided once by the count of all micro-batches of all ranks. The unit is yours: samples, tokens, weight.
+    Each micro-batch gives the *sum* of its losses and how much went into it (samples, tokens, weight); before the
+    optimizer steps the gradients are divided once by the count of all micro-batches of all ranks.
 
-    With `DistributedDataParallel` and FSDP2 (`fully_shard`) it knows that gradients have been averaged over ranks;
-    accumulate under `no_sync()` as ever. A rank that has nothing for a micro-batch takes part with a sum that is 0 and
-    a count of 0.
+    With `DistributedDataParallel` and FSDP2 (`fully_shard`) accumulate under `no_sync()` as ever. A rank that has
+    nothing for a micro-batch takes part with a sum that is 0 and a count of 0.
 
     Args:
         model: The model, or its wrapper, whose gradients are divided.

@@ -39,10 +39,9 @@ def masked_loss(
 ) -> torch.Tensor:
     """Evaluate a loss only on what is kept: it is equal to the loss of the batch without the rest.
 
-    What is left out is not looked at: NaN targets, NaN logits, an impossible CTC sample change neither value nor
-    gradient. The denominator is the loss's own, over what is kept: the number of elements (mse, l1, huber, smooth_l1,
-    bce, kl_div, gaussian_nll), of positions (cross_entropy, nll, linear_cross_entropy; with class weights their sum),
-    or of samples (triplet, cosine, margin, ctc - which divides each by its length first - and kl_div with "batchmean").
+    The denominator is the loss's own, over what is kept: the number of elements (mse, l1, huber, smooth_l1, bce,
+    kl_div, gaussian_nll), of positions (cross_entropy, nll, linear_cross_entropy; with class weights their sum), or of
+    samples (triplet, cosine, margin, ctc - which divides each by its length first - and kl_div with "batchmean").
 
     Args:
         loss_fn: A function of `torch.nn.functional`, a loss module, or a function of your own of the same form.
@@ -85,10 +84,6 @@ def masked_loss(
     check_tensor(target, name="target", function=_FUNCTION)
     if "mask" in kw:
         _check_mask(loss_fn)
-    if keep is None and weights is None and not more:
-        loss = _with_ignore_index(loss_fn, input, target, exclude, empty, kw)
-        if loss is not None:
-            return loss
     if keep is None and exclude is None and weights is None and not _is(loss_fn, _WITH_CLASSES + _LINEAR):
         return loss_fn(input, target, *more, **kw)
     loss_fn, target, more, kw = _spelled_out(loss_fn, input, target, more, kw)
@@ -96,12 +91,14 @@ def masked_loss(
     reduction = kw.get("reduction", getattr(loss_fn, "reduction", "mean"))
     if _unbatched(loss_fn, input):
         batch = [_batch_of_one(loss_fn, argument, place) for place, argument in enumerate(data)]
-        keep, weights = _of_one_sample(keep), _of_one_sample(weights)
+        keep, weights = (
+            one.reshape(1) if isinstance(one, torch.Tensor) and one.dim() == 0 else one for one in (keep, weights)
+        )
         loss = masked_loss(loss_fn, *batch, keep=keep, exclude=exclude, weights=weights, empty=empty, **kw)
         return loss[0] if reduction == "none" else loss
     # Weights for single elements are about single elements, also beside one answer for each sample.
     by_element = isinstance(weights, torch.Tensor) and weights.dim() > 1
-    picking = _picking_for(loss_fn, input, target, more, None if by_element else keep, exclude, reduction, kw)
+    picking = _picking_for(loss_fn, data, None if by_element else keep, exclude, reduction, kw)
     elements = torch.empty((), device=input.device).expand(picking.shape)
     each = None if weights is None else check_weights(weights, elements, function=_FUNCTION).expand(picking.shape)
     masks = [] if each is None else [each.detach() != 0]
@@ -141,7 +138,11 @@ def masked_loss(
     if each is not None:
         amount, per_element = amount * each, per_element * _beside(each, per_element)
     if reduction == "none":
-        return per_element if rows is None else _put_back(per_element, rows, mask.shape)
+        if rows is None:
+            return per_element
+        rest = per_element.shape[1:]
+        whole = per_element.new_zeros(mask.numel(), *rest).index_put((rows,), per_element)
+        return whole.reshape([*mask.shape, *rest])
     if reduction == "sum":
         return per_element.sum()
     # A sample may have several losses; "batchmean" counts samples all the same.
@@ -161,53 +162,6 @@ def _unreduced(loss_fn: Loss, data: tuple[Any, ...], kw: dict[str, Any]) -> torc
     loss_fn = copy.copy(loss_fn)
     loss_fn.reduction = "none"  # type: ignore[assignment]
     return loss_fn(*data, **kw)  # type: ignore[no-any-return]
-
-
-def _put_back(kept: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    rest = kept.shape[1:]
-    return kept.new_zeros(shape.numel(), *rest).index_put((rows,), kept).reshape([*shape, *rest])
-
-
-# --- cross entropy by torch's own ignore_index ------------------------------------------------------------------------
-
-_IGNORING_KEYWORDS = {"weight", "ignore_index", "reduction", "label_smoothing"}
-
-
-def _with_ignore_index(
-    loss_fn: Any, input: torch.Tensor, target: torch.Tensor, exclude: Any, empty: float, kw: dict[str, Any]
-) -> torch.Tensor | None:
-    """Evaluate cross_entropy or nll_loss without one label by torch's `ignore_index`; None where it is not exact."""
-    # What torch ignores has no part in the value. Its gradient is 0 times its probabilities: 0, unless those are NaN.
-    # All probabilities of a position have one denominator, so one finite log-probability proves that none of them is:
-    # only one class is looked at. Nothing else is asked that torch finds out as well.
-    if loss_fn is not functional.cross_entropy and loss_fn is not functional.nll_loss:
-        return None
-    ignored, reduction = kw.get("ignore_index", -100), kw.get("reduction", "mean")
-    label = ignored if exclude is None else exclude
-    if not (
-        (not kw or (kw.keys() <= _IGNORING_KEYWORDS and not kw.get("label_smoothing")))
-        and (reduction == "mean" or (reduction == "sum" and empty == 0))
-        and type(label) is int
-        and -(2**63) <= label < 2**63
-        and target.dtype is torch.int64
-        # `ignore_index` may occur besides: on the CPU an error that is caught, elsewhere the end of the process.
-        and (label == ignored or target.is_cpu)
-        and has_data(input, target)
-        # Autocast casts the arguments of a loss, and of nothing inside of it.
-        and (input.dtype is torch.float32 or not torch.is_autocast_enabled(input.device.type))
-    ):
-        return None
-    scores = input
-    try:
-        if loss_fn is functional.cross_entropy:
-            classes = 1 if input.dim() > 1 else 0
-            scores = torch.log_softmax(input, classes)
-            if not math.isfinite(scores.detach().select(classes, 0).sum(dtype=torch.float32).item()):
-                return None
-        loss = functional.nll_loss(scores, target, kw.get("weight"), ignore_index=label, reduction=reduction)
-    except IndexError:  # a label that is no class
-        return None
-    return None if math.isnan(loss.item()) else loss  # it is when nothing is kept
 
 
 # --- which losses there are, and how their arguments are named --------------------------------------------------------
@@ -337,10 +291,6 @@ def _batch_of_one(loss_fn: Any, argument: Any, place: int) -> Any:
     label = place == 1 and _is(loss_fn, (functional.multi_margin_loss, nn.MultiMarginLoss))
     label = label or (place > 0 and argument.dim() == 0 and not _is(loss_fn, _WITHOUT_LABEL))
     return argument.reshape(1) if label else argument.reshape(1, -1)
-
-
-def _of_one_sample(each: Any) -> Any:
-    return each.reshape(1) if getattr(each, "shape", None) == () else each
 
 
 # --- how the arguments of a loss are taken apart ----------------------------------------------------------------------
@@ -498,16 +448,10 @@ class _ByOutput(_ByPosition):
 
 
 def _picking_for(
-    loss_fn: Any,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    more: tuple[Any, ...],
-    keep: Any,
-    exclude: Any,
-    reduction: str,
-    kw: dict[str, Any],
+    loss_fn: Any, data: tuple[Any, ...], keep: Any, exclude: Any, reduction: str, kw: dict[str, Any]
 ) -> _Picking:
     """Choose how a loss is taken apart."""
+    input, target = data[:2]
     if _is(loss_fn, _CTC):
         return _ByTime(loss_fn, input, dim=1)
     if isinstance(loss_fn, _LinearCrossEntropy):
@@ -525,23 +469,21 @@ def _picking_for(
     ):
         return _Picking(loss_fn, input)
     if batchmean:
-        raise ArgumentValueError(
-            'losses.masked_loss(): reduction="batchmean" with single elements left out.',
-            why="it divides by the number of samples, and a part of a sample has none.",
-            fix='reduction="mean"   # or keep of shape (n,), one answer for each sample',
-        )
+        what = 'losses.masked_loss(): reduction="batchmean" with single elements left out.'
+        why = "it divides by the number of samples, and a part of a sample has none."
+        fix = 'reduction="mean"   # or keep of shape (n,), one answer for each sample'
+        raise ArgumentValueError(what, why=why, fix=fix)
     if not _is(loss_fn, _BY_ELEMENT) and input.dim() > target.dim() > 0 and target.shape == samples:
         return _Picking(loss_fn, input)  # one label for each sample, also where the two happen to broadcast
-    data = (input, target, *more[:1]) if _is(loss_fn, _TARGET_THIRD) else (input, target)
+    aligned = data[:3] if _is(loss_fn, _TARGET_THIRD) else data[:2]
     try:
-        return _ByElement(loss_fn, *data)
+        return _ByElement(loss_fn, *aligned)
     except RuntimeError:
-        shapes = ", ".join(str(tuple(one.shape)) for one in data)
-        raise ArgumentValueError(
-            f"losses.masked_loss(): the arguments of {_name(loss_fn)} have shapes {shapes}, which do not broadcast.",
-            why="which elements of one belong to an element of the other is not known; whole samples can be left out.",
-            fix="" if exclude is None else f"keep=(target != {exclude!r}).flatten(1).all(1)   # whole samples",
-        ) from None
+        shapes = ", ".join(str(tuple(one.shape)) for one in aligned)
+        what = f"losses.masked_loss(): the arguments of {_name(loss_fn)} have shapes {shapes}, which do not broadcast."
+        why = "which elements of one belong to an element of the other is not known; whole samples can be left out."
+        fix = "" if exclude is None else f"keep=(target != {exclude!r}).flatten(1).all(1)   # whole samples"
+        raise ArgumentValueError(what, why=why, fix=fix) from None
 
 
 def _chosen(lengths: Any, rows: torch.Tensor) -> Any:
