@@ -182,3 +182,12 @@ def test_state_of_what_is_frozen_is_said_and_released():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert optimizer.state[model[0].weight]["step"] == 1
+
+
+def test_the_state_of_a_tied_parameter_is_counted_once():
+    model = nn.ModuleList([nn.Embedding(2, 3), nn.Linear(3, 2, bias=False)])
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model[1](model[0](torch.tensor([0, 1]))).sum().backward()
+    optimizer.step()
+    assert gg.freeze(model).release_state(optimizer) == 2 * 6 * 4 + 4  # two moments, and a step

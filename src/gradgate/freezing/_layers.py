@@ -103,9 +103,10 @@ class FreezeHandle(Verified):
             How many bytes of tensors were dropped.
         """
         frozen = [parameter for parameter in self._parameters.values() if holds(parameter, self._token)]
-        released = sum(state_bytes(optimizer, parameter) for optimizer in optimizers for parameter in frozen)
+        released = 0
         for optimizer in optimizers:
             for parameter in frozen:
+                released += state_bytes(optimizer, parameter)
                 optimizer.state.pop(parameter, None)
         return released
 
