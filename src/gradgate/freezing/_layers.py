@@ -286,11 +286,10 @@ def _check_synchronised(parameters: dict[str, nn.Parameter], token: str | None) 
         if frozen is None or frozen.synchronised or not frozen.learned or id(parameter) not in known_to_ddp:
             continue
         if set(frozen.freezes) == {token} or (token is None and set(frozen.freezes) - {ROWS_TOKEN}):
-            raise ArgumentValueError(
-                f"thaw(): `{name}` was frozen when DistributedDataParallel was built.",
-                why="DDP would not synchronise its gradient, and the processes would drift apart silently.",
-                fix="model = DistributedDataParallel(model.module)   # after thawing; or freeze only after the wrap",
-            )
+            what = f"thaw(): `{name}` was frozen when DistributedDataParallel was built."
+            why = "DDP would not synchronise its gradient, and the processes would drift apart silently."
+            fix = "model = DistributedDataParallel(model.module)   # after thawing; or freeze only after the wrap"
+            raise ArgumentValueError(what, why=why, fix=fix)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:

@@ -244,11 +244,10 @@ def _check_parameter(parameter: Any) -> None:
             fix="gg.pin(model.embedding.weight, rows=[0, 5])",
         )
     if not parameter.is_leaf:
-        raise ArgumentValueError(
-            f"pin(): `parameter` is no leaf, it was computed by {type(parameter.grad_fn).__name__}.",
-            why="no optimizer moves a computed tensor; what moves is what it was computed from.",
-            fix="gg.pin(model.layer.weight, rows=[0])   # instead of gg.pin(model.layer.weight[0], ...)",
-        )
+        what = f"pin(): `parameter` is no leaf, it was computed by {type(parameter.grad_fn).__name__}."
+        why = "no optimizer moves a computed tensor; what moves is what it was computed from."
+        fix = "gg.pin(model.layer.weight, rows=[0])   # instead of gg.pin(model.layer.weight[0], ...)"
+        raise ArgumentValueError(what, why=why, fix=fix)
 
 
 def _check_mask(frozen: Any, parameter: torch.Tensor) -> torch.Tensor:
@@ -257,11 +256,10 @@ def _check_mask(frozen: Any, parameter: torch.Tensor) -> torch.Tensor:
         raise wrong_type(frozen, "frozen", "pin", "it is a boolean tensor; True does not move.", fix)
     if frozen.dim() != parameter.dim() or not broadcasts_to(frozen.shape, parameter.shape):
         row_mask = frozen.dim() == 1 and parameter.dim() > 1 and frozen.shape[0] == parameter.shape[0]
-        raise ArgumentValueError(
-            f"pin(): `frozen` has shape {tuple(frozen.shape)}, the parameter {tuple(parameter.shape)}.",
-            why="each element needs one answer.",
-            fix="gg.pin(parameter, rows=frozen.nonzero().squeeze(1))" if row_mask else "",
-        )
+        what = f"pin(): `frozen` has shape {tuple(frozen.shape)}, the parameter {tuple(parameter.shape)}."
+        why = "each element needs one answer."
+        fix = "gg.pin(parameter, rows=frozen.nonzero().squeeze(1))" if row_mask else ""
+        raise ArgumentValueError(what, why=why, fix=fix)
     return frozen
 
 
@@ -310,12 +308,7 @@ class RowTraining(Verified):
                 module.register_parameter(name + _SUFFIX, small)
                 self._tables.append((module, name))
             module.register_buffer("row_numbers", rows, persistent=False)
-            overlay: Any = _overlay_linear
-            if isinstance(module, nn.Embedding):
-                overlay = _overlay_embedding
-                slots = torch.full((module.num_embeddings,), -1, device=rows.device)
-                slots[rows] = torch.arange(len(rows), device=rows.device)
-                module.register_buffer("row_slots", slots, persistent=False)
+            overlay: Any = _overlay_embedding if isinstance(module, nn.Embedding) else _overlay_linear
             register: Any = module  # torch has no types for some of these
             self._hooks += [
                 register.register_forward_hook(overlay, prepend=True, with_kwargs=True),
@@ -347,8 +340,6 @@ class RowTraining(Verified):
             detach(table, "table")
         for module in self.modules:
             del module.row_numbers
-            if isinstance(module, nn.Embedding):
-                del module.row_slots
             del module.__dict__[_HANDLE]
         return weight
 
@@ -402,11 +393,10 @@ def train_rows(module: nn.Module, rows: Sequence[int] | torch.Tensor | range) ->
     for owner in modules[1:]:
         _check_module(owner, f"the weight of `module` is tied to {describe(owner)}; that")
     if id(module.weight) in replicated():
-        raise ArgumentValueError(
-            "train_rows(): DistributedDataParallel is around this module already.",
-            why="it would not synchronise the new parameter, and the processes would drift apart silently.",
-            fix="model = DistributedDataParallel(model)   # after gg.train_rows, not before",
-        )
+        what = "train_rows(): DistributedDataParallel is around this module already."
+        why = "it would not synchronise the new parameter, and the processes would drift apart silently."
+        fix = "model = DistributedDataParallel(model)   # after gg.train_rows, not before"
+        raise ArgumentValueError(what, why=why, fix=fix)
     return RowTraining(modules, row_numbers(rows, module.get_parameter("weight"), "train_rows"))
 
 
@@ -458,20 +448,20 @@ def _write_rows(module: nn.Module, name: str) -> None:
 def _overlay_embedding(
     module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
 ) -> torch.Tensor:
-    slots = module.get_buffer("row_slots")
-    small = _small_weight(module)
-    here = slots[args[0] if args else kwargs["input"]]
-    if module.padding_idx is not None:  # the padding's row gets no gradient, learning or not
-        here = here.masked_fill(here == slots[module.padding_idx], -1)
-    if not small.shape[0]:
+    small, numbers = _small_weight(module), module.get_buffer("row_numbers")
+    ids = (args[0] if args else kwargs["input"]).to(numbers.dtype)
+    if not len(numbers):
         return output
+    here = torch.searchsorted(numbers, ids).clamp(max=len(numbers) - 1)
+    learns = numbers[here] == ids
+    if module.padding_idx is not None:  # the padding's row gets no gradient, learning or not
+        learns = learns & (ids != module.padding_idx)
     if module.sparse:
         # A sparse gradient must name the rows that were used and no other, so only these are looked up.
-        places = (here.flatten() >= 0).nonzero().squeeze(1)
+        places = learns.flatten().nonzero().squeeze(1)
         found = functional.embedding(here.flatten()[places], small, sparse=True)
         return output.reshape(here.numel(), module.embedding_dim).index_copy(0, places, found).view(output.shape)
-    found = functional.embedding(here.clamp(min=0), small)
-    return torch.where((here >= 0).unsqueeze(-1), found, output)
+    return torch.where(learns.unsqueeze(-1), functional.embedding(here, small), output)
 
 
 def _overlay_linear(
@@ -486,11 +476,10 @@ def _small_weight(module: nn.Module) -> torch.Tensor:
     small: torch.Tensor = getattr(module, "weight" + _SUFFIX)  # under functional_call it is no Parameter
     replaced = not torch.compiler.is_compiling() and isinstance(small, nn.Parameter) and not watchers_of(small)
     if replaced and id(small) in gathered():
-        raise ArgumentValueError(
-            "train_rows(): fully_shard was applied to a module whose rows learn.",
-            why="FSDP2 replaces the rows and the table by shards, and nothing would copy the rows into the table.",
-            fix="gg.freezing.merge_rows(model)   # before fully_shard; then gg.pin(module.weight, rows=...)",
-        )
+        what = "train_rows(): fully_shard was applied to a module whose rows learn."
+        why = "FSDP2 replaces the rows and the table by shards, and nothing would copy the rows into the table."
+        fix = "gg.freezing.merge_rows(model)   # before fully_shard; then gg.pin(module.weight, rows=...)"
+        raise ArgumentValueError(what, why=why, fix=fix)
     return small
 
 

@@ -81,11 +81,10 @@ def _answers(x: torch.Tensor, condition: Any) -> torch.Tensor:
     if not isinstance(good, torch.Tensor) or good.dtype is not torch.bool:
         raise wrong_type(good, "condition(x)", "check", why, fix)
     if good.dim() and good.shape != x.shape[: good.dim()]:
-        raise ArgumentValueError(
-            f"check(): `condition(x)` is {describe(good)} for x of shape {tuple(x.shape)}.",
-            why="it has one answer for each element of x, for each row, or for all of x.",
-            fix="gg.check(x, lambda x: (x > 0).flatten(1).all(1))   # one for each row",
-        )
+        what = f"check(): `condition(x)` is {describe(good)} for x of shape {tuple(x.shape)}."
+        why = "it has one answer for each element of x, for each row, or for all of x."
+        fix = "gg.check(x, lambda x: (x > 0).flatten(1).all(1))   # one for each row"
+        raise ArgumentValueError(what, why=why, fix=fix)
     return good
 
 

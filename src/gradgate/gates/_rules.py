@@ -374,11 +374,10 @@ def _apply_traced(hard: torch.Tensor, soft: torch.Tensor, rule: Rule | None, fun
     """Return the value of hard with the gradient of soft, under a rule."""
     if is_compiling() and (inside_functorch() or inside_forward_mode()):
         # Dynamo silently drops the backward of a Function there.
-        raise ArgumentError(
-            f"{function}(): torch.func inside torch.compile would lose the rule for the gradient.",
-            why="torch.compile does not take over an autograd Function's backward under torch.func.",
-            fix="torch.func.grad(torch.compile(f))   # or the same without torch.compile",
-        )
+        what = f"{function}(): torch.func inside torch.compile would lose the rule for the gradient."
+        why = "torch.compile does not take over an autograd Function's backward under torch.func."
+        fix = "torch.func.grad(torch.compile(f))   # or the same without torch.compile"
+        raise ArgumentError(what, why=why, fix=fix)
     kind = Traced if is_compiling() else Transformed
     result: torch.Tensor = kind.apply(hard, soft, rule)  # type: ignore[no-untyped-call]  # torch has no types here
     return result
@@ -408,11 +407,10 @@ class Transformed(Traced):
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         if ctx.rule is None:
             return tangents[1].clone()
-        raise ArgumentError(
-            "clip_grad, finite_grad and gate with a callable have no forward-mode derivative.",
-            why="what they do depends on the gradient that arrives, and in forward mode none does.",
-            fix="torch.func.vjp(f, x)   # or torch.func.grad; without this gate torch.func.jvp works",
-        )
+        what = "clip_grad, finite_grad and gate with a callable have no forward-mode derivative."
+        why = "what they do depends on the gradient that arrives, and in forward mode none does."
+        fix = "torch.func.vjp(f, x)   # or torch.func.grad; without this gate torch.func.jvp works"
+        raise ArgumentError(what, why=why, fix=fix)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[torch.Tensor, int]:

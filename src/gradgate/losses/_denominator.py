@@ -98,11 +98,10 @@ def over_elements(each: Any, elements: torch.Tensor, *, name: str = "keep", func
     if len(each) == len(elements):
         return each.reshape(-1, *[1] * (elements.dim() - 1))
     if len(each) > 1 and len(each) == elements.shape[-1]:
-        raise ArgumentValueError(
-            f"{function}(): `{name}` has {len(each)} values for {len(elements)} samples.",
-            why=f"a loss of shape {tuple(elements.shape)} takes one value for each sample, or one for each element.",
-            fix=f"{name}={name}.expand({', '.join(map(str, elements.shape))})   # if it is about the last dimension",
-        )
+        what = f"{function}(): `{name}` has {len(each)} values for {len(elements)} samples."
+        why = f"a loss of shape {tuple(elements.shape)} takes one value for each sample, or one for each element."
+        fix = f"{name}={name}.expand({', '.join(map(str, elements.shape))})   # if it is about the last dimension"
+        raise ArgumentValueError(what, why=why, fix=fix)
     return each
 
 
@@ -181,11 +180,10 @@ class ExactMean:
             fix = 'exact.backward(per_sample.sum(), len(per_sample))   # or a loss with reduction="sum"'
             raise wrong_value(loss_sum, "loss_sum", function, "the sum over the micro-batch is one number.", fix)
         if not loss_sum.requires_grad:
-            raise ArgumentValueError(
-                "ExactMean.backward(): `loss_sum` has no graph to go back through.",
-                why="every micro-batch runs backward, also one with nothing in it: other ranks wait for its gradients.",
-                fix="exact.backward(model(batch).sum() * 0, 0)   # where nothing is kept; else look for a no_grad",
-            )
+            what = "ExactMean.backward(): `loss_sum` has no graph to go back through."
+            why = "every micro-batch runs backward, also one with nothing in it: other ranks wait for its gradients."
+            fix = "exact.backward(model(batch).sum() * 0, 0)   # where nothing is kept; else look for a no_grad"
+            raise ArgumentValueError(what, why=why, fix=fix)
         if not isinstance(count, (Real, torch.Tensor)):
             why = "it is how much went into the sum: samples, tokens, or weight."
             raise wrong_type(count, "count", function, why, "exact.backward(per_sample.sum(), len(per_sample))")
@@ -210,11 +208,10 @@ class ExactMean:
             ArgumentValueError: No micro-batch was added.
         """
         if self._totals is None:
-            raise ArgumentValueError(
-                "ExactMean.finish(): no micro-batch was added since the last call.",
-                why="there is nothing to divide, and other ranks may be waiting.",
-                fix="exact.backward(loss_sum, count)   # with a sum that is 0 and 0 where a rank has nothing",
-            )
+            what = "ExactMean.finish(): no micro-batch was added since the last call."
+            why = "there is nothing to divide, and other ranks may be waiting."
+            fix = "exact.backward(loss_sum, count)   # with a sum that is 0 and 0 where a rank has nothing"
+            raise ArgumentValueError(what, why=why, fix=fix)
         totals, self._totals = self._totals, None
         ranks = 1
         if distributed.is_available() and distributed.is_initialized():

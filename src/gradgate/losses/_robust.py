@@ -464,11 +464,10 @@ def _check_threshold(method: object, threshold: float) -> None:
         why = "it says how far out is too far, as a number."
         raise wrong_type(threshold, "threshold", "losses.inliers", why, "threshold=3.5")
     if method == "quantile" and not 0 < threshold <= 1:
-        raise ArgumentValueError(
-            f"losses.inliers(): `threshold` is {threshold} with method='quantile'.",
-            why="there it is the part of the values to keep.",
-            fix='losses.inliers(x, method="quantile", threshold=0.95)   # the central 95 %',
-        )
+        what = f"losses.inliers(): `threshold` is {threshold} with method='quantile'."
+        why = "there it is the part of the values to keep."
+        fix = 'losses.inliers(x, method="quantile", threshold=0.95)   # the central 95 %'
+        raise ArgumentValueError(what, why=why, fix=fix)
     if not threshold >= 0:
         why = "it is a distance from the middle."
         raise ArgumentValueError(f"losses.inliers(): `threshold` is {threshold}.", why=why, fix="threshold=3.5")
@@ -561,11 +560,10 @@ def record_decisions(
         losses = per_sample.detach().double().reshape(-1).tolist()
     for name, values in (("ids", ids), ("per_sample", losses)):
         if values is not None and len(values) != len(counts):
-            raise ArgumentValueError(
-                f"losses.record_decisions(): `{name}` has {len(values)} entries for {len(counts)} samples.",
-                why="a decision is written down for each sample, so there is one of them for each.",
-                fix=f"{name}={name}[:{len(counts)}]   # if the samples are the first ones",
-            )
+            what = f"losses.record_decisions(): `{name}` has {len(values)} entries for {len(counts)} samples."
+            why = "a decision is written down for each sample, so there is one of them for each."
+            fix = f"{name}={name}[:{len(counts)}]   # if the samples are the first ones"
+            raise ArgumentValueError(what, why=why, fix=fix)
     incidents = [
         Incident(
             run=run,
@@ -597,10 +595,9 @@ def _counts(keep: Tensor | None, weights: Tensor | None) -> list[float]:
     for name, value in given.items():
         check_tensor(value, name=name, function="losses.record_decisions")
         if value.dim() != 1 or (counts.dim() and len(value) != len(counts)):
-            raise ArgumentValueError(
-                f"losses.record_decisions(): `{name}` has shape {tuple(value.shape)}.",
-                why="a decision is written down for each sample, so there is one number for each.",
-                fix=f"{name}={name}.flatten(1).all(1)   # a sample takes part if all of it does",
-            )
+            what = f"losses.record_decisions(): `{name}` has shape {tuple(value.shape)}."
+            why = "a decision is written down for each sample, so there is one number for each."
+            fix = f"{name}={name}.flatten(1).all(1)   # a sample takes part if all of it does"
+            raise ArgumentValueError(what, why=why, fix=fix)
         counts = counts * value.detach().double().cpu()
     return counts.tolist()
