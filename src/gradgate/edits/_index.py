@@ -133,9 +133,7 @@ def _as_advanced_index(tensor: torch.Tensor, device: torch.device) -> torch.Tens
         raise ArgumentTypeError(what, why=why, fix="index.bool()   # a mask; index.long() are places")
     if tensor.is_floating_point() or tensor.is_complex():
         raise _no_index(tensor)
-    if tensor.dtype not in (torch.bool, torch.int64):
-        tensor = tensor.long()
-    return tensor if tensor.device == device else tensor.to(device)
+    return tensor.to(device, torch.bool if tensor.dtype is torch.bool else torch.int64)
 
 
 def _no_index(item: Any) -> ArgumentTypeError:
@@ -151,12 +149,10 @@ def _without_ellipsis(items: list[Any], shape: Sequence[int]) -> list[Any]:
         why = "each int, slice and index tensor takes one dimension, a mask as many as it has."
         raise ArgumentIndexError(what, why=why, fix="gg.at(x.unsqueeze(0))[...]   # or an index with fewer parts")
     places = [number for number, item in enumerate(items) if item is Ellipsis]
-    if not places:
-        return items
     if len(places) > 1:
         why = "two of them could share the dimensions in several ways."
         raise ArgumentIndexError("at(x)[...]: the index has more than one ellipsis.", why=why, fix="gg.at(x)[..., 0]")
-    at = places[0]
+    at = places[0] if places else len(items)
     return [*items[:at], *[slice(None)] * (len(shape) - used), *items[at + 1 :]]
 
 

@@ -77,11 +77,10 @@ class AcceleratedGuard(Guard):
         refuse_own_backward(accelerator, "AcceleratedGuard()")
         modules = [model] if isinstance(model, torch.nn.Module) else list(model)
         if not all(getattr(module, "_is_accelerate_prepared", False) for module in modules):
-            raise ArgumentTypeError(
-                "AcceleratedGuard(): `model` was not prepared by this accelerator.",
-                why="the processes would not share its gradients, and no precision would be in force.",
-                fix="model = accelerator.prepare(model)   # then AcceleratedGuard(accelerator, model)",
-            )
+            what = "AcceleratedGuard(): `model` was not prepared by this accelerator."
+            why = "the processes would not share its gradients, and no precision would be in force."
+            fix = "model = accelerator.prepare(model)   # then AcceleratedGuard(accelerator, model)"
+            raise ArgumentTypeError(what, why=why, fix=fix)
         super().__init__(model, ledger, **options)
         self._arguments = {"accelerator": accelerator, **self._arguments}
         self._accelerator = accelerator
@@ -94,11 +93,10 @@ class AcceleratedGuard(Guard):
         self.rewind: Rewind | None = None
         if rewind is not None:
             if not accelerator._optimizers:
-                raise ArgumentTypeError(
-                    "AcceleratedGuard(): `rewind` is given, and no optimizer is prepared.",
-                    why="its state has to return to the snapshot together with the model's.",
-                    fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # before the guard",
-                )
+                what = "AcceleratedGuard(): `rewind` is given, and no optimizer is prepared."
+                why = "its state has to return to the snapshot together with the model's."
+                fix = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # before the guard"
+                raise ArgumentTypeError(what, why=why, fix=fix)
             accumulated = SimpleNamespace(  # how many batches the accelerator has accumulated
                 state_dict=lambda: {"step": accelerator.step},
                 load_state_dict=lambda state: setattr(accelerator, "step", state["step"]),
@@ -171,11 +169,10 @@ class AcceleratedGuard(Guard):
 def refuse_own_backward(accelerator: Accelerator, where: str) -> None:
     """Refuse an engine that has the backward pass."""
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ArgumentTypeError(
-            f"{where}: the accelerator uses {accelerator.distributed_type.value}.",
-            why="it makes the backward pass itself, with partial gradients that cannot be taken back.",
-            fix="Accelerator()   # DistributedDataParallel; or FSDP2 by FullyShardedDataParallelPlugin",
-        )
+        what = f"{where}: the accelerator uses {accelerator.distributed_type.value}."
+        why = "it makes the backward pass itself, with partial gradients that cannot be taken back."
+        fix = "Accelerator()   # DistributedDataParallel; or FSDP2 by FullyShardedDataParallelPlugin"
+        raise ArgumentTypeError(what, why=why, fix=fix)
 
 
 @contextmanager
@@ -202,7 +199,7 @@ def _prepare_resilient(self: Accelerator, *args: Any, **options: Any) -> Any:
     prepared = _prepare(self, *(arg._loader if isinstance(arg, ResilientLoader) else arg for arg in args), **options)
     for arg, made in zip(args, prepared if len(args) > 1 else (prepared,), strict=True):
         if isinstance(arg, ResilientLoader):
-            arg.inside(made)
+            arg._inside(made)
     return prepared
 
 
@@ -213,7 +210,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     given = getattr(loader, "base_dataloader", loader)
     if not isinstance(given, ResilientLoader) or isinstance(rest, ResilientLoader):
         return rest
-    return given.inside(rest) if hasattr(rest, "base_dataloader") else given._like(rest)
+    return given._inside(rest) if hasattr(rest, "base_dataloader") else given._like(rest)
 
 
 Accelerator.prepare = _prepare_resilient

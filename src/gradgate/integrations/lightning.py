@@ -107,11 +107,9 @@ class GuardedModule(L.LightningModule):
             GradgateError: The Trainer makes the backward pass, with automatic optimization.
         """
         if self.automatic_optimization:
-            raise GradgateError(
-                "guarded_backward(): the module has automatic optimization.",
-                why="the Trainer guards the whole training_step, and makes the backward pass of the loss it returns.",
-                fix="return loss   # or self.automatic_optimization = False in __init__, with optimizer.step() here",
-            )
+            why = "the Trainer guards the whole training_step, and makes the backward pass of the loss it returns."
+            fix = "return loss   # or self.automatic_optimization = False in __init__, with optimizer.step() here"
+            raise GradgateError("guarded_backward(): the module has automatic optimization.", why=why, fix=fix)
         return _callback_of(self.trainer)._backward(self, batch, loss_fn, ids)[0]
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -165,11 +163,8 @@ class GuardCallback(L.Callback):
             GradgateError: No training has begun.
         """
         if self._guard is None:
-            raise GradgateError(
-                "GuardCallback.guard: there is none yet.",
-                why="it is made when the training begins, around the model that the Trainer has prepared.",
-                fix="trainer.fit(module)",
-            )
+            why = "it is made when the training begins, around the model that the Trainer has prepared."
+            raise GradgateError("GuardCallback.guard: there is none yet.", why=why, fix="trainer.fit(module)")
         return self._guard
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -254,17 +249,14 @@ class GuardCallback(L.Callback):
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         by_metric = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if not module.automatic_optimization:
-            raise ArgumentTypeError(
-                "GuardCallback(): `rewind` is given, and the module has manual optimization.",
-                why="which of its calls end a step of training is known to the module only.",
-                fix="self.automatic_optimization = True",
-            )
+            what = "GuardCallback(): `rewind` is given, and the module has manual optimization."
+            why = "which of its calls end a step of training is known to the module only."
+            raise ArgumentTypeError(what, why=why, fix="self.automatic_optimization = True")
         if any(config.interval == "step" for config in by_metric):
-            raise ArgumentTypeError(
-                "GuardCallback(): `rewind` is given, and a scheduler follows a metric at each step.",
-                why="the metrics of steps that are made again do not exist.",
-                fix='{"scheduler": scheduler, "interval": "epoch", "monitor": "loss"}   # in configure_optimizers',
-            )
+            what = "GuardCallback(): `rewind` is given, and a scheduler follows a metric at each step."
+            why = "the metrics of steps that are made again do not exist."
+            fix = '{"scheduler": scheduler, "interval": "epoch", "monitor": "loss"}   # in configure_optimizers'
+            raise ArgumentTypeError(what, why=why, fix=fix)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         parts = [trainer.strategy.model, *trainer.optimizers, *schedulers, scaler]
         rewind = Rewind._beside(self.guard, parts, self._rewind_options or {})
@@ -411,31 +403,23 @@ def _copied(value: Any) -> Any:
 def _check(trainer: Any, module: Any) -> None:
     kind = type(module)
     if not isinstance(module, GuardedModule):
-        raise ArgumentTypeError(
-            f"GuardCallback: the module is {describe(module)}, no GuardedModule.",
-            why="the guard must be around training_step, where no callback can be.",
-            fix=f"class {kind.__name__}(GuardedModule, L.LightningModule):",
-        )
+        what = f"GuardCallback: the module is {describe(module)}, no GuardedModule."
+        why = "the guard must be around training_step, where no callback can be."
+        raise ArgumentTypeError(what, why=why, fix=f"class {kind.__name__}(GuardedModule, L.LightningModule):")
     if trainer.strategy.handles_gradient_accumulation:
-        raise ArgumentTypeError(
-            f"GuardedModule: the strategy is {type(trainer.strategy).__name__}.",
-            why="it makes the backward pass itself, with partial gradients that cannot be taken back.",
-            fix='L.Trainer(strategy="ddp")',
-        )
+        what = f"GuardedModule: the strategy is {type(trainer.strategy).__name__}."
+        why = "it makes the backward pass itself, with partial gradients that cannot be taken back."
+        raise ArgumentTypeError(what, why=why, fix='L.Trainer(strategy="ddp")')
     if not module.automatic_optimization:
         return
     if kind.backward is not L.LightningModule.backward:
-        raise ArgumentTypeError(
-            f"GuardedModule: {kind.__name__} has a `backward` of its own.",
-            why="the guard makes the backward pass, and would not call it.",
-            fix="self.automatic_optimization = False   # and self.guarded_backward(batch, loss_fn) in training_step",
-        )
+        why = "the guard makes the backward pass, and would not call it."
+        fix = "self.automatic_optimization = False   # and self.guarded_backward(batch, loss_fn) in training_step"
+        raise ArgumentTypeError(f"GuardedModule: {kind.__name__} has a `backward` of its own.", why=why, fix=fix)
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ArgumentTypeError(
-            "GuardedModule: `training_step` takes a `dataloader_iter`.",
-            why="a bad step is made again with parts of its batch, so the batch must be given to it.",
-            fix="def training_step(self, batch, batch_idx):",
-        )
+        what = "GuardedModule: `training_step` takes a `dataloader_iter`."
+        why = "a bad step is made again with parts of its batch, so the batch must be given to it."
+        raise ArgumentTypeError(what, why=why, fix="def training_step(self, batch, batch_idx):")
 
 
 # --- What is changed in a Trainer -----------------------------------------------------------------------------------
@@ -492,7 +476,7 @@ def _prepare_resilient(self: Any, dataloader: Any, shuffle: bool, mode: Any) -> 
     trainer = self.trainer
     guarded = mode is RunningStage.TRAINING and isinstance(trainer.lightning_module, GuardedModule)
     made = _prepare(self, dataloader._loader, shuffle, mode)
-    return dataloader.again_around(made, several=guarded and trainer.world_size > 1, nothing=[])
+    return dataloader._again_around(made, several=guarded and trainer.world_size > 1, nothing=[])
 
 
 @wraps(_check_iterable)

@@ -122,8 +122,5 @@ def _method(owner: Any, name: str, call: str, example: str) -> Any:
     if callable(method := getattr(owner, name, None)):
         return method
     function = call.partition("(")[0]
-    raise ArgumentTypeError(
-        f"{call}: it is {describe(owner)}, without `{name}`.",
-        why=f"the counters are written with `{name}`.",
-        fix=f"gg.Guard(model, log={function}({example}))",
-    )
+    what, why = f"{call}: it is {describe(owner)}, without `{name}`.", f"the counters are written with `{name}`."
+    raise ArgumentTypeError(what, why=why, fix=f"gg.Guard(model, log={function}({example}))")

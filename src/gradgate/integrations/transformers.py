@@ -89,19 +89,15 @@ class GuardedTrainerMixin(_AnyTrainer):
     ) -> None:
         for name, given, example in (("guard", guard, '{"max_bad": 0.25}'), ("rewind", rewind, '{"every": 50}')):
             if not isinstance(given, Mapping | None):
-                raise ArgumentTypeError(
-                    f"{type(self).__name__}(): `{name}` is {describe(given)}.",
-                    why=f"it has further arguments of the {name}, by name; the trainer makes the {name} itself.",
-                    fix=f'{type(self).__name__}(..., ledger="run.ledger", {name}={example})',
-                )
+                why = f"it has further arguments of the {name}, by name; the trainer makes the {name} itself."
+                fix = f'{type(self).__name__}(..., ledger="run.ledger", {name}={example})'
+                raise ArgumentTypeError(f"{type(self).__name__}(): `{name}` is {describe(given)}.", why=why, fix=fix)
         self._ledger, self._rewind_options = ledger, rewind
         self._guard_options = dict(guard or {})
         if (found := self._guard_options.get("out_of_memory", "raise")) != "raise":
-            raise ArgumentValueError(
-                f'{type(self).__name__}(): `guard` has "out_of_memory": {found!r}.',
-                why="whether a loss is a mean over samples or a part of one over tokens is known to the model only.",
-                fix="TrainingArguments(..., auto_find_batch_size=True)",
-            )
+            what = f'{type(self).__name__}(): `guard` has "out_of_memory": {found!r}.'
+            why = "whether a loss is a mean over samples or a part of one over tokens is known to the model only."
+            raise ArgumentValueError(what, why=why, fix="TrainingArguments(..., auto_find_batch_size=True)")
         column = self._guard_options.get("ids")
         self._id_column: str | None = self._guard_options.pop("ids") if isinstance(column, str) else None
         self._guarded: Any = None
@@ -143,11 +139,10 @@ class GuardedTrainerMixin(_AnyTrainer):
         if column is None:
             return None
         if isinstance(data, IterableDataset):
-            raise ArgumentValueError(
-                f'{type(self).__name__}(): `guard` has "ids": {column!r}, and the training data is a stream.',
-                why="a sample of a stream has no index that its column could be looked up by.",
-                fix='guard={"ids": lambda batch: batch["input_ids"][:, 0].tolist()}   # from what is in the batch',
-            )
+            what = f'{type(self).__name__}(): `guard` has "ids": {column!r}, and the training data is a stream.'
+            why = "a sample of a stream has no index that its column could be looked up by."
+            fix = 'guard={"ids": lambda batch: batch["input_ids"][:, 0].tolist()}   # from what is in the batch'
+            raise ArgumentValueError(what, why=why, fix=fix)
         if hasattr(data, "select_columns"):  # of `datasets`: nothing else is decoded
             data = data.select_columns([column])
 
@@ -189,17 +184,13 @@ class GuardedTrainerMixin(_AnyTrainer):
             where = f"{type(self).__name__}()"
             refuse_own_backward(self.accelerator, where)
             if self.is_fsdp_enabled:
-                raise ArgumentTypeError(
-                    f"{where}: the model is sharded by FSDP.",
-                    why="the gradients of a step that is made once more would have to be taken out of the shards.",
-                    fix='TrainingArguments(..., fsdp="")   # DistributedDataParallel',
-                )
+                why = "the gradients of a step that is made once more would have to be taken out of the shards."
+                fix = 'TrainingArguments(..., fsdp="")   # DistributedDataParallel'
+                raise ArgumentTypeError(f"{where}: the model is sharded by FSDP.", why=why, fix=fix)
             if "lomo" in str(self.args.optim).lower():
-                raise ArgumentTypeError(
-                    f"{where}: the optimizer is {self.args.optim}.",
-                    why="it changes the weights while backward runs, so nothing can be taken back.",
-                    fix='TrainingArguments(..., optim="adamw_torch")',
-                )
+                what = f"{where}: the optimizer is {self.args.optim}."
+                why = "it changes the weights while backward runs, so nothing can be taken back."
+                raise ArgumentTypeError(what, why=why, fix='TrainingArguments(..., optim="adamw_torch")')
             self.guard, self._guarded = Guard(model, self._ledger, **self._guard_options), model
             self._start = TrainingState(self.guard._modules)
         guard = self.guard
@@ -277,11 +268,9 @@ class GuardedTrainerMixin(_AnyTrainer):
 
     def _make_rewind(self, guard: Guard, options: Mapping[str, Any]) -> Rewind:
         if isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR):
-            raise ArgumentTypeError(
-                f"{type(self).__name__}(): `rewind` is given, and the scheduler is {describe(self.lr_scheduler)}.",
-                why="it follows the results of evaluations, and those of steps that are made again do not exist.",
-                fix='TrainingArguments(..., lr_scheduler_type="cosine")',
-            )
+            what = f"{type(self).__name__}(): `rewind` is given, and the scheduler is {describe(self.lr_scheduler)}."
+            why = "it follows the results of evaluations, and those of steps that are made again do not exist."
+            raise ArgumentTypeError(what, why=why, fix='TrainingArguments(..., lr_scheduler_type="cosine")')
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         parts = [self.model_wrapped, optimizer, self.lr_scheduler, self.accelerator.scaler]
         rewind = Rewind._beside(guard, parts, options)

@@ -87,11 +87,9 @@ def without(
         fix = "bad = ledger.bad_ids(); (sample for sample in dataset if name_of(sample) not in bad)"
         raise wrong_type(dataset, "dataset", "without", why, fix)
     names = names_for(dataset, ids, "without")
-    if isinstance(ledger, Ledger) or os.path.exists(ledger):
-        book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, read_only=True)
-        bad = book.bad_ids(min_count, cause)
-    else:
-        bad = set()
+    if not isinstance(ledger, Ledger) and os.path.exists(ledger):
+        ledger = Ledger(ledger, read_only=True)
+    bad = ledger.bad_ids(min_count, cause) if isinstance(ledger, Ledger) else set()
     return _Without(dataset, [index for index in range(len(dataset)) if name_of(names, index) not in bad], names)
 
 

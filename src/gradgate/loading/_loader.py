@@ -121,45 +121,20 @@ class ResilientLoader(Generic[Batch]):
         ids.source = self._given
         return ids
 
-    def inside(self, prepared: Any) -> Any:
-        """Load for a loader that Accelerate has prepared, which shards and moves the batches of `base_dataloader`.
-
-        Where several processes load, all have equally many batches: one of which nothing can be loaded is None, which
-        `guard.backward` takes as no samples.
-
-        Args:
-            prepared: What `accelerator.prepare(loader)` gave. It is changed in place.
-
-        Returns:
-            The prepared loader.
-
-        Raises:
-            ArgumentTypeError: One process loads for all of them, which needs whole batches.
-            ArgumentValueError: Several processes load, with `refill`.
-        """
+    def _inside(self, prepared: Any) -> Any:
+        """Load for a loader that Accelerate has prepared, which shards and moves the batches of `base_dataloader`."""
         several = this_rank()[1] > 1
         if several and type(prepared).__name__ == "DataLoaderDispatcher":
             what = "resilient(): the loader is a DataLoaderDispatcher, in which one process loads for all."
             why = "it cuts each batch into equal parts, and would lose rows of a batch that is short."
             fix = "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
             raise ArgumentTypeError(what, why=why, fix=fix)
-        prepared.base_dataloader = self.again_around(prepared.base_dataloader, several=several)
+        prepared.base_dataloader = self._again_around(prepared.base_dataloader, several=several)
         return prepared
 
-    def again_around(self, loader: DataLoader[Any], *, several: bool, nothing: Any = None) -> ResilientLoader[Any]:
-        """Load in the same way from the loader that a framework has made of this one's.
-
-        Args:
-            loader: That loader.
-            several: Whether several processes load: then all have equally many batches.
-            nothing: What a batch is of which nothing can be loaded, if several processes load.
-
-        Returns:
-            This loader, or another one with the same incidents.
-
-        Raises:
-            ArgumentValueError: Several processes load, with `refill`.
-        """
+    def _again_around(self, loader: DataLoader[Any], *, several: bool, nothing: Any = None) -> ResilientLoader[Any]:
+        """Load in the same way from the loader that a framework has made of this one's."""
+        # Where several processes load, all have equally many batches: one of which nothing can be loaded is `nothing`.
         if several and self._refill:
             what = "resilient(): `refill` is True, and several processes load."
             why = "the one that has fewer samples would have fewer batches, and the others would wait for it."
@@ -550,7 +525,7 @@ def resilient(
     if isinstance(loader := inner if isinstance(inner, DataLoader) else source, DataLoader):
         log = LoadingLog(loader.dataset, ids, sink)
         made: ResilientLoader[Any] = ResilientLoader(loader, attempts, log, refill, patience, worker_timeout)
-        return made if loader is source else made.inside(source)  # prepared by Accelerate
+        return made if loader is source else made._inside(source)  # prepared by Accelerate
     if not isinstance(source, Dataset) and not hasattr(source, "__getitem__"):
         why = "it stands around a torch.utils.data.DataLoader, or a dataset."
         raise wrong_type(source, "source", "resilient", why, "gg.resilient(torch.utils.data.DataLoader(dataset))")

@@ -25,7 +25,7 @@ class Position(NamedTuple):
     """Where an epoch is: after so many batches, at this place of its order, with these bad places to come."""
 
     batches: int = 0
-    place: int | None = None
+    place: int = 0
     bad: tuple[int, ...] = ()
 
 
@@ -94,10 +94,9 @@ class Requests(Counted):
         if start is None:
             return
         more = self._pull()  # at least once: the order is drawn with the first index
-        while more and (len(self._sizes) < start.batches if start.place is None else self._drawn < start.place):
+        while more and self._drawn < start.place:
             more = self._pull()
-        begun = sum(self._sizes[: start.batches]) if start.place is None else start.place
-        for _ in range(min(begun, len(self._waiting))):
+        for _ in range(min(start.place, len(self._waiting))):
             del self.indices[self._waiting.popleft()]
         self._number = start.batches
         self._bad.update(start.bad)
@@ -120,8 +119,7 @@ class Requests(Counted):
         if asked.round != self._round or (has_bad and self._refill and self._go_back(asked)):
             return False
         place = asked.places[-1] + 1
-        bad = tuple(sorted(one for one in self._bad if one >= place)) if self._bad else ()
-        self.settled = Position(asked.number + 1, place if self._refill else None, bad)
+        self.settled = Position(asked.number + 1, place, tuple(sorted(one for one in self._bad if one >= place)))
         self.forget(asked)
         return True
 
