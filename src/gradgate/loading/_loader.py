@@ -29,16 +29,7 @@ from gradgate.loading._fetching import (
     ResilientStream,
 )
 from gradgate.loading._known_bad import QuarantineSampler
-from gradgate.loading._refilling import (
-    Asking,
-    Counted,
-    Position,
-    Requests,
-    check_state,
-    drawn_again,
-    generators_of,
-    random_states,
-)
+from gradgate.loading._refilling import Asking, Counted, Position, check_state, drawn_again, random_states
 from gradgate.loading._workers import Board, WatchedEpoch
 from gradgate.records import Incident, Sink
 
@@ -218,8 +209,8 @@ class ResilientLoader(Generic[Batch]):
         if state["position"] is not None:
             self._resume = state
             return
-        for generator, saved in zip(generators_of(self._loader)[1:], state["random"][1:], strict=True):
-            generator.set_state(saved)
+        with drawn_again(self._loader, state["random"]):
+            pass  # afterwards only torch's own generator is as before
 
     def __iter__(self) -> Iterator[Batch]:
         state, self._resume = self._resume, None
@@ -242,7 +233,8 @@ class ResilientLoader(Generic[Batch]):
         else:
             self._asking.start = start
             if self._worker_timeout is None:
-                batches, requests = self._asking.begin(self._inner)
+                begun, requests = self._asking.begin(self._inner)
+                batches = self._asking.to_the_end(begun, self._inner, requests)
             else:
                 # Workers that are started for each epoch have a board of their own: there may be two epochs at once.
                 inner = self._inner if self._inner.persistent_workers else self._reporting_loader(self._asking)
@@ -258,20 +250,12 @@ class ResilientLoader(Generic[Batch]):
         streak = _BadStreak(self._patience, self._log)
         self._given.epochs_under_way += 1
         try:
-            while True:
-                for batch, report in batches:
-                    if self._is_ready(report, requests, streak):
-                        self._last = kept = report.kept
-                        given: Any = batch if kept else self._empty_batch
-                        self._given.add(given, partial(self._log.ids, kept))
-                        yield given
-                if not isinstance(requests, Requests) or not requests.more():
-                    break
-                # The loader came to its end before we knew that there is something to ask for again.
-                if isinstance(batches, WatchedEpoch):
-                    batches.again()
-                elif self._asking is not None:
-                    batches, _ = self._asking.begin(self._inner, requests)
+            for batch, report in batches:
+                if self._is_ready(report, requests, streak):
+                    self._last = kept = report.kept
+                    given: Any = batch if kept else self._empty_batch
+                    self._given.add(given, partial(self._log.ids, kept))
+                    yield given
             if self._progress is requests:
                 self._progress = None
             streak.close()

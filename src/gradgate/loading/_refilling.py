@@ -218,6 +218,12 @@ class Asking(Sampler[list[Any]]):
         assert self.requests is not None
         return batches, self.requests
 
+    def to_the_end(self, batches: Iterator[Any], loader: Iterable[Any], requests: Requests) -> Iterator[Any]:
+        """Go on where the loader came to its end before it was known that there is something to ask for again."""
+        yield from batches
+        while requests.more():
+            yield from self.begin(loader, requests)[0]
+
     def __iter__(self) -> Iterator[list[Any]]:
         if not self._resume or self.requests is None:
             self.requests = self.new()

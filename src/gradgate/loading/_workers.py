@@ -187,14 +187,13 @@ class WatchedEpoch:
                 batch = next(self._watch)
                 self._strikes = 0
                 return batch
+            except StopIteration:
+                if not self.requests.more():
+                    raise
+                self.close()
             except WorkersLost as gone:
                 self._recover(gone, self.requests)
-                self._begin(self.requests)
-
-    def again(self) -> None:
-        """Start the workers once more, for what is asked for again after the end."""
-        self.close()
-        self._begin(self.requests)
+            self._begin(self.requests)
 
     def close(self) -> None:
         """End the workers, unless they are to persist."""
