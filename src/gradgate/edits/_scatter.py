@@ -204,6 +204,8 @@ def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, start: int, end: int, width: int) -> torch.Tensor:
+    if start == end:
+        return tensor
     return tensor.movedim(tuple(range(start, start + width)), tuple(range(end, end + width)))
 
 
@@ -217,6 +219,8 @@ def _as_index_tensors(advanced: Sequence[AdvancedIndex]) -> list[AdvancedIndex]:
 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    if len(shapes) == 1:  # torch's own function takes its time
+        return shapes[0]
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
