@@ -231,6 +231,13 @@ def made(tmp_path):
     yield exact, "ExactMean(Sequential, finish() is due)"
     yield gg.at(X)[1:, ..., [0, 2], None, ::2], "at(a float32 tensor of shape (2, 3))[1:, ..., [0, 2], None, ::2]"
     yield gg.at(X)[KEEP], "at(a float32 tensor of shape (2, 3))[a bool tensor of shape (2, 3)]"
+    yield gg.at(X)[list(range(500))], "at(a float32 tensor of shape (2, 3))[[0, 1, 2, 3, 4, 5, ...]]"
+    yield gg.at({"a": X}), "at(dict)"
+    yield gg.Guard(torch.compile(model)), "Guard(Sequential, steps=0, samples=0, dropped=0)"
+    table = gg.trainable(model)
+    yield table, str(table)
+    yield gg.AdaptiveClip(model), "AdaptiveClip(by='history', steps=0, clipped=0)"
+    yield gg.resilient([1.0])[7], "BadSample('7', IndexError: list index out of range)"
     sampler = gg.QuarantineSampler(torch.utils.data.SequentialSampler(data), book)
     yield sampler, f"QuarantineSampler(SequentialSampler, {shown}, known_bad=1)"
     yield gg.without(data, book), "without(TensorDataset: 3 of 4 samples)"

@@ -97,7 +97,7 @@ def test_paths_in_steps():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     assert gg.at(model)["1"]["bias"][...].set(3.0)["1.bias"].item() == 3
     assert gg.at([torch.zeros(2), torch.ones(2)])[1][0].set(4.0)[1].tolist() == [4, 1]
-    assert repr(gg.at(model)["1"]) == "at(the module Sequential)['1']"
+    assert repr(gg.at(model)["1"]) == "at(Sequential)['1']"
 
 
 def test_a_module_in_a_tree_becomes_its_state():

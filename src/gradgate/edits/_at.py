@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, overload
@@ -82,7 +83,7 @@ class Tree:
         raise ArgumentTypeError(what, why=why, fix=f"gg.at(model, {next(iter(names), 'weight')!r})[idx].set(v)")
 
     def __repr__(self) -> str:
-        return f"at({_called(self._tree)})" + (f"[{self._prefix!r}]" if self._prefix else "")
+        return f"at({type(self._tree).__name__})" + (f"[{self._prefix!r}]" if self._prefix else "")
 
 
 def _not_there(name: str, tree: Any, names: list[str]) -> NothingMatchedError:
@@ -462,4 +463,4 @@ def _shown(part: object) -> str:
     if isinstance(part, slice):
         ends = ["" if end is None else str(end) for end in (part.start, part.stop, part.step)]
         return ":".join(ends if ends[2] else ends[:2])
-    return "..." if part is ... else describe(part) if isinstance(part, torch.Tensor) else repr(part)
+    return "..." if part is ... else describe(part) if isinstance(part, torch.Tensor) else reprlib.repr(part)

@@ -92,6 +92,8 @@ class TrainableTable(dict[str, dict[str, Any]]):
             console.print(self)
         return capture.get().rstrip()
 
+    __repr__ = __str__  # in an interactive session the table, too
+
 
 def trainable(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainableTable:
     """List for every parameter whether it learns, how much of it, and why not.

@@ -17,6 +17,7 @@ from gradgate._loader_link import LoaderIds, announce, follow, ids_of
 from gradgate._names import listed
 from gradgate._state import FiniteCheck, TrainingState, divide_gradients
 from gradgate._torch_distributed import Replica
+from gradgate._torch_private import without_compiled_wrappers
 from gradgate._trees import BatchReader, Ids, ReadIds, Select, read_ids
 from gradgate.errors import ArgumentError, ArgumentValueError, GradgateError
 from gradgate.guard._clip import ClippedTrial, check_clipping
@@ -167,7 +168,7 @@ class Guard:
         self._loss_history = LossHistory(of_losses) if history and of_losses is not None else None
 
     def __repr__(self) -> str:
-        names = [type(module).__name__ for module in self._modules]
+        names = [type(without_compiled_wrappers(module)).__name__ for module in self._modules]
         made = f"steps={self._tally.steps}, samples={self._tally.samples}, dropped={self._tally.dropped}"
         return ", ".join([f"Guard({listed(names)}", made, *map(repr, self._sinks)]) + ")"
 

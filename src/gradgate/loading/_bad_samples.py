@@ -46,6 +46,10 @@ class BadSample:
     index: Any = None
     exception: Exception | None = field(default=None, compare=False)
 
+    def __repr__(self) -> str:
+        incident = self.incident
+        return f"BadSample({incident.sample_id!r}, {incident.exception_type or incident.cause}: {incident.message})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return BadSample, (self.incident, self.index, _portable(self.exception))
 
