@@ -182,6 +182,7 @@ def test_the_functions_of_jax_are_those_that_it_is_a_peer_for():
         assert compiled == {}
 
 
+@pytest.mark.slow
 def test_no_two_rows_have_one_name():
     names = [row.name for row in command.all_rows()]
     assert len(names) == len(set(names))
