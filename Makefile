@@ -57,8 +57,8 @@ check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-quick: check              ## static checks, and the tests that are neither slow nor distributed nor in a browser
-	$(BIN)/python -m pytest --numprocesses 2 --hypothesis-profile quick -m "not slow and not distributed and not browser"
+quick: check              ## static checks, and a sample of the tests that are not slow, distributed or in a browser
+	$(BIN)/python -m pytest --numprocesses 2 --quick
 
 test: check docs $(VENV)/.frameworks ## everything that must pass
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -26,7 +26,7 @@ for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and whatever it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline: machines are noisy. `make quick` draws few examples; `--hypothesis-profile thorough` draws many.
+# No deadline: machines are noisy. `--quick` draws few examples; `--hypothesis-profile thorough` draws many.
 hypothesis.settings.register_profile(
     "default",
     deadline=None,
@@ -39,10 +39,49 @@ hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_
 hypothesis.settings.load_profile("default")
 
 
+LEFT_OUT = ("slow", "distributed", "browser")  # by --quick
+CASES = 4  # of one test function with --quick
+
+
+def pytest_addoption(parser):
+    """Add the option of `make quick`."""
+    parser.addoption("--quick", action="store_true", help=f"a sample of the tests that are not {' or '.join(LEFT_OUT)}")
+
+
+def pytest_configure(config):
+    """Draw few examples with --quick, unless another profile is asked for."""
+    if config.getoption("quick") and not config.getoption("hypothesis_profile", None):
+        hypothesis.settings.load_profile("quick")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Run a part with --quick: of each test function the first case, the last one and a few drawn between them."""
+    if not config.getoption("quick"):
+        return
+    functions = {}
+    for item in items:
+        if not any(map(item.get_closest_marker, LEFT_OUT)):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for name, cases in functions.items():
+        between = cases[1:-1]
+        drawn = random.Random(name).sample(between, min(len(between), CASES - 2))  # the same ones in every run
+        kept.update([cases[0], *drawn, cases[-1]])
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def seed():
+    """Do what `torch.manual_seed(0)` does, without the three stack traces that it formats where no device is there."""
+    torch.default_generator.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+
+
 def pytest_collectstart(collector):
     """Let each file that draws random data when it is imported draw the same, whatever was imported before."""
     if isinstance(collector, pytest.Module):
-        torch.manual_seed(0)
+        seed()
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +90,7 @@ def _same_start(doctest_namespace):
     import gradgate
 
     doctest_namespace.update(torch=torch, gg=gradgate)
-    torch.manual_seed(0)
+    seed()
     random.seed(0)
     if "accelerate.state" in sys.modules:  # one for the process: whoever asks first has its precision
         sys.modules["accelerate.state"].AcceleratorState._reset_state(True)

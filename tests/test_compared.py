@@ -47,6 +47,7 @@ def gradient(function, values):
     return x.grad
 
 
+@pytest.mark.slow
 def test_what_jax_does():
     done = subprocess.run([sys.executable, "-c", JAX], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "as the page says", done.stderr

@@ -120,6 +120,7 @@ def test_the_root_and_the_packages_without_torch_do_not_load_it(module):
     assert fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.slow
 def test_that_test_can_fail():
     assert fresh("import sys, gradgate._checks; print('torch' in sys.modules)") == "True"
 
@@ -128,5 +129,6 @@ def test_the_import_loads_next_to_nothing():
     assert modules_loaded_by("gradgate") < 20
 
 
+@pytest.mark.slow
 def test_that_count_can_fail():
     assert modules_loaded_by("gradgate._checks") > 100

@@ -69,12 +69,14 @@ def test_wrong_arguments_are_told_without_a_traceback(tmp_path, monkeypatch):
     assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_the_data_is_the_same_for_the_same_seed():
     (one, _), (again, _), (other, _) = load(1, 0.1), load(1, 0.1), load(2, 0.1)
     assert one.broken == again.broken != other.broken
     assert torch.equal(one.images, again.images)
 
 
+@pytest.mark.slow
 def test_incidents_of_loading_and_of_training_have_one_numbering(tmp_path):
     data, test = load(1, 0.1)
     with gg.Ledger(tmp_path / "demo.ledger") as ledger:

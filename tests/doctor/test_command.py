@@ -8,6 +8,8 @@ import sys
 import time
 import warnings
 
+import pytest
+
 import gradgate as gg
 from tests.doctor.test_script import CUT, HEALTHY, run, write
 
@@ -59,6 +61,7 @@ def test_it_ends_after_so_many_steps_and_seconds(tmp_path):
     assert report.diagnosis.healthy
 
 
+@pytest.mark.slow
 def test_findings_come_early_and_survive_a_signal(tmp_path):
     sleeping = CUT + "    if step == 2:\n        print('waiting', flush=True)\n        import time; time.sleep(300)\n"
     process = subprocess.Popen(
@@ -89,6 +92,7 @@ def test_findings_come_early_and_survive_a_signal(tmp_path):
     assert codes(tmp_path / "out.json") == ["GG101"]
 
 
+@pytest.mark.slow
 def test_the_second_run_starts_where_the_first_did(tmp_path):
     late = HEALTHY.replace(
         "import sys, torch", "import os, sys, torch\nassert open('here').read() and not os.environ.get('MOVED')"
@@ -108,6 +112,7 @@ def test_the_second_run_starts_where_the_first_did(tmp_path):
     assert codes(tmp_path / "out.json")[0].startswith("GG4")
 
 
+@pytest.mark.slow
 def test_a_second_run_that_does_not_start_is_told(tmp_path):
     source = "import os\nif os.path.exists('ran'): raise SystemExit(3)\nopen('ran', 'w').close()\n" + HEALTHY
     source = source.replace(".mean().backward()", ".mean().mul(1.0 if step < 4 else float('nan')).backward()")

@@ -116,6 +116,7 @@ def test_a_trace_has_the_graph_of_the_newest_step_that_was_looked_at():
     assert [m["calls"] for m in traced.diagnosis.graph["modules"]] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wide", [False, True])
 def test_five_hundred_modules_stay_small(wide):
     layers = [nn.Linear(4, 4) for _ in range(500)]

@@ -114,6 +114,7 @@ def test_the_exit_code_for_ci(tmp_path, level, code):
     assert run("--fail-on", level, write(tmp_path, HEALTHY)).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_nan_in_a_late_step_is_traced_in_a_second_run(tmp_path):
     path = write(tmp_path, LATE_NAN)
     report = gg.doctor.examine_script(path)
@@ -124,6 +125,7 @@ def test_a_nan_in_a_late_step_is_traced_in_a_second_run(tmp_path):
     assert report.diagnosis.layers[-1]["gradient_norm"] in ("nan", "inf")
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_late_step_is_traced_in_a_second_run(tmp_path, capfd):
     path = write(tmp_path, LATE_RAISE)
     report = gg.doctor.examine_script(path)

@@ -63,6 +63,7 @@ def one_by_one(loss_fn):
     return loss
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.integers(1, 9),

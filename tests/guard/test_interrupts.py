@@ -142,6 +142,7 @@ def test_an_interrupt_at_a_line_of_the_library_leaves_everything_as_before(kind,
     assert all(bool(parameter.grad.isfinite().all()) for parameter in world.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers of this kind here")
 def test_timers_interrupt_at_any_moment(monkeypatch):
     """Real signals come also inside of torch and of the standard library; every second one comes twice."""

@@ -25,6 +25,7 @@ def test_the_law_holds_for_trainings_that_hypothesis_chooses(seed):
     check(seed)
 
 
+@pytest.mark.slow
 def test_the_cases_cover_every_stage_and_cause():
     """A law that is only tested where it is easy is no law."""
     seen = {(incident.stage, incident.cause) for seed in range(150) for incident in check(seed).dropped}

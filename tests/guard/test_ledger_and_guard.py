@@ -1,5 +1,6 @@
 """What the guard gives to a ledger: the samples up to its limit, and the state as it was before the step."""
 
+import pytest
 import torch
 
 import gradgate as gg
@@ -37,6 +38,7 @@ def test_a_ledger_that_keeps_samples_gets_them_without_being_asked_twice(tmp_pat
     assert not result.snapshot
 
 
+@pytest.mark.slow
 def test_a_larger_limit_of_the_ledger_is_used(tmp_path):
     batch = torch.zeros(3, 2**23, dtype=torch.float32)  # 32 MiB a sample, over the usual limit
     batch[1, 0] = float("nan")

@@ -49,6 +49,7 @@ micro_batches = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(micro_batches)
 def test_the_law_over_windows(cut):

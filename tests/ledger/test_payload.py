@@ -168,6 +168,7 @@ def test_what_cannot_be_stored_says_what_it_was():
     assert missing_in(Batch(Missing("a"))) == ["a"]
 
 
+@pytest.mark.slow
 def test_tensors_without_values_of_their_own_are_missing():
     with FakeTensorMode():
         fake = torch.ones(2)

@@ -168,6 +168,7 @@ def loader_of(data, batch_size, *, refill=False, workers=0, shuffle=False, drop_
 # --- the law --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     wrapper=st.sampled_from(FAITHFUL + UNFAITHFUL),

@@ -49,6 +49,7 @@ def test_samples_that_kill_their_worker_cost_themselves(monkeypatch, tmp_path):
     assert len(starts.read_text().split()) >= 2 + 3 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_samples_that_hang_their_worker_cost_themselves():
     fate = {4: "loop", 6: "wait"}
@@ -87,6 +88,7 @@ def test_the_sample_is_found_however_it_is_loaded(dataset, loader):
     assert blamed(made) == [("4", 0 if alone else 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_order_and_later_epochs_are_those_of_the_plain_loader():
     def batches(make):

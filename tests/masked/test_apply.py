@@ -36,6 +36,7 @@ KEEP = X > 0
 # --- apply_where ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_promise_with_both_branches():
     def call(fn):
         return lambda keep, x, y: fn(
@@ -53,6 +54,7 @@ def test_every_promise_with_a_fill_value():
     witness(call(gg.apply_where), call(one_by_one), KEEP, X, empty=[KEEP[:0], X[:0]])
 
 
+@pytest.mark.slow
 def test_vmap_over_the_values_and_their_own_mask():
     def call(fn):
         return lambda x: fn(x > 0, x, torch.log, otherwise=lambda a: (-a).sqrt() * 2 + a)

@@ -63,6 +63,7 @@ def test_it_is_torchs_attention_where_nothing_is_fully_padded():
     torch.testing.assert_close(our_weights, weights)
 
 
+@pytest.mark.slow
 def test_a_compiled_attention_gives_the_same():
     model = Attention(8, 2)
     x, keep = torch.randn(2, 5, 8), torch.tensor([[True] * 5, [False] * 5])

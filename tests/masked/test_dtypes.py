@@ -215,6 +215,7 @@ def test_several_quantiles_come_first():
     torch.testing.assert_close(masked.quantile(x, [0.1, 0.5, 0.9], 1, keep=keep, keepdim=True), result)
 
 
+@pytest.mark.slow
 def test_quantile_has_no_size_limit():
     x = torch.arange(17_000_000, dtype=torch.float32)
     assert masked.quantile(x, 0.5, exclude=0) == 8_500_000

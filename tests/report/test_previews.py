@@ -195,6 +195,7 @@ def test_the_same_sample_is_stored_once():
     assert shown["of"] == [(place, 0) for place in range(5)]
 
 
+@pytest.mark.slow
 def test_large_samples_do_not_make_a_large_page():
     incidents = [recorded(number) for number in range(60)]
     book = MemoryBook(incidents, {one.id: encode(torch.rand(1, 3, 64, 64)) for one in incidents})
