@@ -10,6 +10,7 @@ from torch import nn
 import gradgate as gg
 from gradgate._payload import decode
 from gradgate.errors import LedgerWarning
+from gradgate.records import Incident
 
 
 class Sink:
@@ -242,3 +243,15 @@ def test_a_step_lists_its_rows_and_prints_in_one_line():
     assert result.kept == [0, 1, 2]
     assert result.kept is result.kept
     assert repr(result) == "GuardResult(loss=0.5, kept=3 rows, dropped=0, exact=True)"
+
+
+def test_an_incident_as_a_table_and_as_a_line():
+    from gradgate.guard._result import incident_line, incident_table
+
+    known = {"stage": "loss", "cause": "non-finite loss", "row": 3}
+    assert incident_table([Incident(**known, message="inf")]).splitlines() == [
+        "row  sample  stage  cause            where  what",
+        "3    -       loss   non-finite loss  -      inf",
+    ]
+    line = incident_line(Incident(**known, sample_id="a.png", step=7))
+    assert line == "step 7: dropped sample a.png (row 3): non-finite loss in loss"

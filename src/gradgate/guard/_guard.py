@@ -432,13 +432,8 @@ class Guard:
         return torch.zeros(2, dtype=torch.float64, device=self._state.parameters[0].device)
 
     def _common(self) -> dict[str, Any]:
-        return {
-            "run": self.run,
-            "step": self.global_step,
-            "epoch": self.epoch,
-            "rank": self._agreement.rank,
-            "world_size": self._agreement.world_size,
-        }
+        ranks = {"rank": self._agreement.rank, "world_size": self._agreement.world_size}
+        return {"run": self.run, "step": self.global_step, "epoch": self.epoch, **ranks}
 
     def _ids_of(self, batch: Any, size: int, ids: Ids | None) -> Ids | None:
         """Find the ids of a batch that has bad samples: those given, those in the batch, or those of its loader."""

@@ -29,13 +29,6 @@ WIDEST = 60
 
 
 def incident_table(incidents: Sequence[Incident]) -> str:
-    """Write incidents as a table.
-
-    Examples:
-        >>> print(incident_table([Incident(stage="loss", cause="non-finite loss", row=3, message="inf")]))
-        row  sample  stage  cause            where  what
-        3    -       loss   non-finite loss  -      inf
-    """
     ranks = any(incident.world_size > 1 for incident in incidents)
     head = ("rank",) * ranks + ("row", "sample", "stage", "cause", "where", "what")
     table = text_table(head, [(str(one.rank),) * ranks + _cells(one) for one in incidents[:SHOWN]])
@@ -49,12 +42,6 @@ def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def incident_line(incident: Incident) -> str:
-    """Write an incident as one line for the log.
-
-    Examples:
-        >>> incident_line(Incident(stage="loss", cause="non-finite loss", row=3, sample_id="a.png", step=7))
-        'step 7: dropped sample a.png (row 3): non-finite loss in loss'
-    """
     row, sample, stage, cause, where, what = _cells(incident)
     who = f"sample {sample} (row {row})" if incident.sample_id is not None else f"row {row}"
     who = f"refused because of {who}" if "refused" in incident.details else f"dropped {who}"

@@ -586,7 +586,10 @@ class Recovery:
                 blamed = {row for blame in new for row in blame.rows}
                 kept = [row for row in self.kept if row not in blamed]
                 if len(kept) < self.min_kept:
-                    self._give_up(new, len(kept), fault)
+                    self._drop(new, [], fault)
+                    self.state.restore()
+                    few = f"only {len(kept)} of {self.size} samples are left, fewer than min_kept={self.min_kept}"
+                    self.reasons.append(f"{few}: no step was made")
                     return
                 outcome = self._try(kept)
                 if outcome.fault is None or not outcome.fault.same_as(fault):
@@ -642,12 +645,6 @@ class Recovery:
         self.kept = kept
         if self.refuse is not None:
             self.refuse(self.dropped, fault)
-
-    def _give_up(self, new: list[Blame], left: int, fault: StepFault) -> None:
-        self._drop(new, [], fault)
-        self.state.restore()
-        few = f"only {left} of {self.size} samples are left, fewer than min_kept={self.min_kept}: no step was made"
-        self.reasons.append(few)
 
     def _drop_all(self, fault: StepFault, search: Search) -> None:
         """Make no step here: every sample has the fault. Whether it is the code's is for all ranks to say."""

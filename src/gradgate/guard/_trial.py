@@ -257,9 +257,8 @@ def _says(error: BaseException, *texts: str) -> bool:
 
 _MODELS = ("model", "net", "network", "module")
 _DIAGNOSE = "print(gg.diagnose(lambda: loss_fn(batch), model=model))   # names the line"
-# torch has a dozen texts for these two; whether the batch is what differs is looked up, not read from them.
+# torch has a dozen texts for it; whether the batch is what differs is looked up, not read from them.
 _OTHER_DEVICE = re.compile(r"same device|expected device|different device|weight type")
-_OTHER_DTYPE = re.compile(r"type")
 
 
 def check_function(batch: Any, function: Any, call: str) -> None:
@@ -332,12 +331,8 @@ def advice(
     """Return the reason and the fix that fit a fault that no sample is blamed for."""
     if _ignores_batch(function):
         return "`loss_fn` must use the batch that it is given: the guard calls it with parts of yours.", ""
-    if fault.error is None:
-        return _of_values(fault, batch, parameters)
-    return _of_exception(text_of(fault.error), batch, function, parameters)
-
-
-def _of_values(fault: StepFault, batch: Any, parameters: list[torch.Tensor]) -> tuple[str, str]:
+    if fault.error is not None:
+        return _of_exception(text_of(fault.error), batch, function, parameters)
     if not all(map(_finite, parameters)):
         return "the parameters were not finite before this step: an earlier one wrote them, or the checkpoint did.", ""
     for tensor in tensors_in(batch):
@@ -373,7 +368,7 @@ def _of_exception(
         fix = _changed(batch, lambda part: part.device != device, f'to("{device}")')
         both = f"model and batch are on {device}; something else is not."
         return f"the model is on {device}, and the batch is not." if fix else both, fix
-    if _OTHER_DTYPE.search(text) and len(dtypes) == 1:
+    if "type" in text and len(dtypes) == 1:
         (dtype,) = dtypes
         if fix := _changed(batch, lambda part: part.is_floating_point() and part.dtype != dtype, f"to({dtype})"):
             return f"the model has {dtype} parameters, and the batch another dtype.", fix

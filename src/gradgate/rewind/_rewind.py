@@ -74,27 +74,24 @@ class Rewound:
 class Rewind:
     """Goes back to the weights before a loss spike, and trains on without the batches that are suspected of it.
 
-    Every `every` steps the state is copied: parameters, buffers, optimizer, and whatever else has a `state_dict`, with
-    every random state. A loss above median + `threshold` x MAD of the last `window` for `patience` observations in a
-    row, or one that is not finite, is a spike. The steps from `lookback` before its first one to now are suspects.
-
-    Then the last snapshot before the first suspect is restored, `batches` yields the innocent batches since then once
-    more, and training goes on: bit-identical to the same training on the stream without the suspects.
+    A loss above median + `threshold` x MAD of the last `window` for `patience` observations in a row, or one that is
+    not finite, is a spike. The steps from `lookback` before its first one to now are suspects. The last snapshot before
+    them is restored, with every random state, `batches` yields the innocent batches since then once more, and training
+    goes on: bit-identical to the same training on the stream without the suspects.
 
     Args:
         *parts: Modules, the optimizer, and whatever else changes from step to step and has `state_dict` and
             `load_state_dict`: schedulers, a GradScaler, an averaged model, a guard. The optimizer of a scheduler,
             and one inside another, need not be given.
         ledger: Where suspects are recorded: a path, or a `Ledger`.
-        every: How many steps lie between two snapshots.
+        every: How many steps lie between two snapshots of all parts.
         depth: How many snapshots are kept, at least 2: one from before every suspect, the others waiting to be.
         window: How many observations the median and the MAD are taken of.
         threshold: How many MADs above the median a spike begins.
         patience: How many observations in a row must be above it.
         lookback: How many steps before the first of them are suspects, too: the loss of a step shows the update before.
         max_rewinds: After so many rewinds of a run the next one raises.
-        ids: `ids(batch)` returns the ids of the samples of a batch, or the key that a batch has them under. Batches of
-            `gg.resilient(loader)` need none.
+        ids: A function of a batch that returns its ids, or their key; batches of `gg.resilient(loader)` need none.
 
     Raises:
         ArgumentTypeError: A part has no state.
@@ -442,7 +439,8 @@ class Rewind:
         innocent, suspects = self._steps[: first - self._offset], self._steps[first - self._offset :]
         doubts = [given.doubt for step in self._steps for given in step.batches if given.doubt]
         doubts += [_LOST_DOUBT for step in innocent for given in step.batches if given.batch is _LOST]
-        doubts += [_CHANGED_DOUBT for step in innocent for given in step.batches if given.was_written]
+        if any(given.was_written for step in innocent for given in step.batches):
+            doubts.append("the loop writes into its batches")
         repeats = [given for step in innocent for given in step.batches if given.batch is not _LOST]
         carried = [given.between for step in suspects for given in step.batches if given.between is not None]
         if carried and (len(carried) > 1 or suspects[0].batches[0].between is None):
@@ -703,7 +701,6 @@ class Rewind:
 _LOST = object()  # stands for a batch that a resumed run could not get again
 _LOST_DOUBT = "a resumed run cannot get batches of before again"
 _DRAWS_DOUBT = "the loader draws from the global random state; give it a generator of its own"
-_CHANGED_DOUBT = "the loop writes into its batches"
 
 
 # What a loop does between two epochs, for each part: the new options of an optimizer, the new state of a scheduler.

@@ -74,13 +74,11 @@ class Level:
         flat = FLAT * abs(middle)
         if value <= middle + self._threshold * flat:  # most are, and the MAD takes longer to find
             return ""
-        spread = max(self._mad(middle), flat) or max(map(abs, self._sorted))  # mostly 0: the largest
+        mad = sorted(abs(value - middle) for value in self._sorted)[(count - 1) // 2]
+        spread = max(mad, flat) or max(map(abs, self._sorted))  # mostly 0: the largest
         if not spread or value <= middle + self._threshold * spread:
             return ""
         return f"the {name} is {value:.4g}, above {middle:.4g} + {self._threshold:g} x {spread:.3g}"
-
-    def _mad(self, middle: float) -> float:
-        return sorted(abs(value - middle) for value in self._sorted)[(len(self._sorted) - 1) // 2]
 
 
 class Levels:

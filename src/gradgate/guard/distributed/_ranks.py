@@ -106,10 +106,8 @@ class Ranks(FiniteCheck):
         self.device = device
         self.rank = distributed.get_rank(group)
         self.world_size = distributed.get_world_size(group)
-        self.made = 0
-        """How many collectives a wrapper has made in the forward of this step."""
-        self.broken = False
-        """Whether a collective has failed, so that no more can be made; known of shards only."""
+        self.made = 0  # how many collectives a wrapper has made in the forward of this step
+        self.broken = False  # whether a collective of shards has failed, so that no more can be made
         self.timeout = timeout_of(group, device)
         self._warned = False
         self._expected = 0  # how many samples of all ranks are kept, as in the last step
@@ -195,11 +193,10 @@ class Ranks(FiniteCheck):
         """Warn, once, if the other ranks may have to wait longer than the process group allows in a search."""
         if seconds > self.timeout and not self._warned:
             self._warned = True
-            warnings.warn(
+            text = (
                 f"Guard: a search for bad samples on rank {self.rank} may keep the other ranks waiting for "
                 f"{seconds:.3g} s ({explained}), and the timeout of the process group is {self.timeout:.3g} s.\n"
                 "Why: they wait in a collective, which fails after the timeout; that ends the training.\n"
-                f"Fix: dist.init_process_group(..., timeout=timedelta(seconds={2 * seconds:.0f}))",
-                GradgateWarning,
-                stacklevel=user_level(),
+                f"Fix: dist.init_process_group(..., timeout=timedelta(seconds={2 * seconds:.0f}))"
             )
+            warnings.warn(text, GradgateWarning, stacklevel=user_level())

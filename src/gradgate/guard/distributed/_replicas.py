@@ -68,10 +68,8 @@ class Buckets:
     def looks_finite(self) -> bool:
         """Send all but the last buffer after backward; return whether all is finite, which a finite sum proves."""
         self.listening = False
-        last = len(self._buckets) - 1
-        for place in range(len(self._works), last):
-            self._send(place, look=True)
-        self._fill_all(self._buckets[last], empty=False)
+        self._send_up_to(len(self._buckets) - 1, look=True)
+        self._fill_all(self._buckets[-1], empty=False)
         self._last_is_filled = True
         total = self._gradients_of_last.sum(dtype=_sum_dtype(self._gradients_of_last))
         for one in self._sums:
@@ -88,13 +86,11 @@ class Buckets:
         """Send zeros in place of what has not been sent, up to the last buffer, so that no rank has to wait."""
         self.listening = self._last_is_filled = False
         self.stale = len(self._buckets) > 1
-        for place in range(len(self._works), len(self._buckets) - 1):
-            self._send(place, empty=True)
+        self._send_up_to(len(self._buckets) - 1, empty=True)
 
     def finish(self, *, empty: bool = False, limit: timedelta | None = None) -> None:
         """Send the rest, and wait for all."""
-        for place in range(len(self._works), len(self._buckets)):
-            self._send(place, empty=empty)
+        self._send_up_to(len(self._buckets), empty=empty)
         if self._error is not None:
             raise self._error
         for work in self._works:
@@ -180,19 +176,19 @@ class Buckets:
             self.stale = True  # a second gradient, after the first was sent
             return
         while len(self._works) < len(self._buckets) - 1 and self._missing[len(self._works)] == 0:
-            self._send(len(self._works), look=True)
+            self._send_up_to(len(self._works) + 1, look=True)
 
-    def _send(self, place: int, *, empty: bool = False, look: bool = False) -> None:
-        bucket = self._buckets[place]
-        if empty or not (self._last_is_filled and place == len(self._buckets) - 1):
-            self._fill_all(bucket, empty)
-        if look:
-            self._sums.append(bucket.buffer.sum(dtype=_sum_dtype(bucket.buffer)))
-        try:
-            self._works.append(distributed.all_reduce(bucket.buffer, group=self._group, async_op=True))
-        except RuntimeError as error:  # raised in `finish`: inside of backward it would be taken for a fault of that
-            self._error = self._error or error
-            self._works.append(None)
+    def _send_up_to(self, stop: int, *, empty: bool = False, look: bool = False) -> None:
+        for bucket in self._buckets[len(self._works) : stop]:
+            if empty or not (self._last_is_filled and bucket is self._buckets[-1]):
+                self._fill_all(bucket, empty)
+            if look:
+                self._sums.append(bucket.buffer.sum(dtype=_sum_dtype(bucket.buffer)))
+            try:
+                self._works.append(distributed.all_reduce(bucket.buffer, group=self._group, async_op=True))
+            except RuntimeError as error:  # raised in `finish`: in a backward it would be taken for a fault of that
+                self._error = self._error or error
+                self._works.append(None)
 
     def _fill_all(self, bucket: _Bucket, empty: bool) -> None:
         # A tensor: making one of a number for every gradient takes as long as multiplying a small gradient.

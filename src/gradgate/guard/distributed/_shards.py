@@ -1,13 +1,12 @@
 """Ranks that each have a part of every parameter, in FSDP2 (`fully_shard`).
 
-A healthy step is FSDP2's own. The only thing that is added is a record of its collectives: which unit of parameters was
-gathered or reduced, in which order. A rank that raises in the middle of a step knows from the last steps what the
-others still wait for, and takes part in it: with its shards in gathers, with zeros in reductions.
+A healthy step is FSDP2's own, with a record of its collectives: which unit of parameters was gathered or reduced, in
+which order. A rank that raises in the middle of a step knows from the last steps what the others still wait for, and
+takes part in it: with its shards in gathers, with zeros in reductions.
 
 Where that order is not known - in the first step, and in a search, in which ranks run different things - each
-collective is announced: one small sum says which units are needed. All ranks take part in the gather of each of them;
-a rank that needs none follows, until no rank needs any. So a rank can run the model as often as it needs to, in its own
-time, with one unit of whole parameters after the other.
+collective is announced: one small sum says which units are needed, and all ranks take part in the gather of each. A
+rank that needs none follows until no rank needs any, so each can run the model as often as it needs to.
 """
 
 from __future__ import annotations
@@ -50,13 +49,12 @@ class Shards(Ranks):
         self._roots = list(roots)
         super().__init__(group, next(iter(roots[0].parameters())).device)
         if adds_gradients(group):
-            warnings.warn(
+            text = (
                 "Guard(): FSDP2 before torch 2.9 adds the gradients of ranks over Gloo and does not divide them.\n"
                 "Why: Gloo averages from torch 2.9 on; until then float32 gradients are "
-                f"{self.world_size} times too large, with the guard and without it.\nFix: pip install 'torch>=2.9'",
-                GradgateWarning,
-                stacklevel=user_level(),
+                f"{self.world_size} times too large, with the guard and without it.\nFix: pip install 'torch>=2.9'"
             )
+            warnings.warn(text, GradgateWarning, stacklevel=user_level())
         self._units = shard_units(self._roots)
         self._state = state
         state.reset_model = self._reset
