@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradgate as gg
+from gradgate import _kernels
 
 NAN, INF = float("nan"), float("inf")
 
@@ -210,3 +211,16 @@ def test_another_default_device_changes_nothing(name, count):
     expected = getattr(gg.at(x)[index], name)(rows)
     with torch.device("meta"):
         assert torch.equal(getattr(gg.at(x)[index], name)(rows), expected)
+
+
+def test_apply_sees_the_shape_of_the_selection_without_the_kernels(monkeypatch):
+    monkeypatch.setattr(_kernels, "library", None)
+    shapes = []
+
+    def add_one(values):
+        shapes.append(tuple(values.shape))
+        return values + 1
+
+    new = gg.at(torch.zeros(6))[torch.tensor([[0, 1], [2, 3]])].apply(add_one)
+    assert shapes == [(2, 2)]
+    assert new.tolist() == [1, 1, 1, 1, 0, 0]

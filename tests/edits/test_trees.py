@@ -91,6 +91,14 @@ def test_every_path_of_any_tree_leads_to_its_tensor(drawn):
         assert all(new[other] is old for other, old in found if other != path)
 
 
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a")])
+def test_a_key_with_dots_comes_before_a_path_of_several_keys(names):
+    parts = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}
+    new = gg.at({name: parts[name] for name in names})["a.b"][0].add(1.0)
+    assert new["a.b"].tolist() == [2]
+    assert new["a"] is parts["a"]
+
+
 def test_paths_in_steps():
     new = gg.at(tree())["pairs"][1]["0"][1:3].set(torch.tensor([8.0, 9.0]))
     assert new["pairs"][1][0].tolist() == [0, 8, 9, 3]
