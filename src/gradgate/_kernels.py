@@ -45,46 +45,52 @@ Shape: TypeAlias = tuple[int, int, int]  # outer, reduced, inner
 
 library: Any = _native.library
 
+_pack = _native.INPUT.pack
+
 
 def usable(*tensors: torch.Tensor) -> bool:
     """Return whether the kernels may read tensors as they lie in memory: on the CPU, while nothing traces the call."""
-    return not is_traced() and library is not None and are_plain(tensors)
+    return library is not None and not is_traced() and are_plain(tensors)
 
 
-class Layout(_native.Input):
+class Layout:
     """How a kernel sees a tensor: x as it lies in (outer, reduced, inner), the mask likewise.
 
     Without a mask, the elements that equal `value` are left out; NaN equals NaN.
     """
 
+    __slots__ = ("keep", "packed", "shape", "tensor", "value")
+
     def __init__(
         self, x: torch.Tensor, shape: Shape, mask: torch.Tensor | None = None, value: float = math.nan
     ) -> None:
-        self.tensor, self.keep = x, mask  # which have the memory that a kernel reads
+        self.tensor, self.shape, self.keep, self.value = x, shape, mask, value
         code, whole = _CODES[x.dtype], 0
         if value == value and code >= 2:
             if x.dtype.is_floating_point:
                 value = torch.tensor(value, dtype=x.dtype).item()  # rounded as an element is
             else:
                 whole = int(value)
-        start = None if mask is None else address_of(mask)
-        super().__init__(address_of(x), start, *shape, value, whole, code, torch.get_num_threads())
+        start = 0 if mask is None else address_of(mask)
+        self.packed = _pack(address_of(x), start, *shape, value, whole, code, torch.get_num_threads())
 
 
 def address_of(x: torch.Tensor) -> int:
     """Return the address of the first element; unlike `data_ptr()`, it leaves memory shared copy-on-write shared."""
-    offset = int(x.storage_offset())
-    return storage_address(x) + offset * x.element_size() if offset else storage_address(x)
+    offset = x.storage_offset()
+    return storage_address(x) + int(offset) * x.element_size() if offset else storage_address(x)
 
 
 def _made(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if len(shape) <= 1:  # strides that need no arithmetic: in half of the time
+        return torch.empty_strided(shape, (1,) * len(shape), dtype=dtype, device=_CPU)
     return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
 def valid(x: torch.Tensor, keep: torch.Tensor | None, value: float) -> torch.Tensor:
     """Return the mask of what is kept and is not the value; x and keep are contiguous and of one shape."""
     mask = _made(x.shape, torch.bool)
-    library.valid(Layout(x, (1, x.numel(), 1), keep, value), mask.data_ptr())
+    library.valid(Layout(x, (1, x.numel(), 1), keep, value).packed, mask.data_ptr())
     return mask
 
 
@@ -108,8 +114,7 @@ def sums(layout: Layout, out_shape: Sequence[int], *, mean: bool = False, counte
     dtype = _COMPUTED[layout.tensor.dtype]
     total = _made(out_shape, dtype)
     number = _made(out_shape, torch.int64) if counted or dtype is torch.int64 else None
-    empty = _fold(layout, _ELEMENTS, total, number, correction=mean - 1)
-    return Sums(total, number, empty)
+    return Sums(total, number, _fold(layout, _ELEMENTS, total, number, None, mean - 1.0))
 
 
 def _fold(
@@ -117,13 +122,12 @@ def _fold(
     op: int,
     out: torch.Tensor,
     number: torch.Tensor | None = None,
-    *,
     own: torch.Tensor | None = None,
     correction: float = -1,
 ) -> int:
     """Reduce what is kept of each slice; the sums are divided by the numbers less the correction if that is not < 0."""
     empty: int = library.fold(
-        layout,
+        layout.packed,
         op,
         None if own is None else address_of(own),
         correction,
@@ -143,12 +147,11 @@ def squares(
     The sums are divided by the numbers less the correction, unless that is negative.
     """
     if layout.keep is None:
-        x, shape = layout.tensor, (layout.outer, layout.reduced, layout.inner)
-        layout = Layout(x, shape, valid(x, None, layout.value))
+        layout = Layout(layout.tensor, layout.shape, valid(layout.tensor, None, layout.value))
     found, mean, first = (_made(out_shape, _COMPUTED[layout.tensor.dtype]) for _ in range(3))
     number = _made(out_shape, torch.int64)
     # Counted from one of the elements, the mean is so exact that equal values have no spread, however large they are.
-    library.first(layout, first.data_ptr())
+    library.first(layout.packed, first.data_ptr())
     _fold(layout, _DIFFERENCES, mean, number, own=first, correction=0)
     mean += first
     _fold(layout, _SQUARES, found, own=mean, correction=correction)
@@ -171,14 +174,14 @@ def ties(layout: Layout, found: torch.Tensor) -> torch.Tensor:
 def find(layout: Layout, found: torch.Tensor) -> torch.Tensor:
     """Return the first kept element of each slice that equals what was found in it; -1 if there is none."""
     index = _made(found.shape, torch.int64)
-    library.find(layout, address_of(found), index.data_ptr())
+    library.find(layout.packed, address_of(found), index.data_ptr())
     return index
 
 
 def logsumexp(layout: Layout, out_shape: Sequence[int]) -> torch.Tensor:
     """Return the logarithm of the sum of exponentials of each slice; -inf for nothing."""
     out = _made(out_shape, _COMPUTED[layout.tensor.dtype])
-    if library.logsumexp(layout, out.data_ptr()) < 0:
+    if library.logsumexp(layout.packed, out.data_ptr()) < 0:
         raise MemoryError(_NO_MEMORY)
     return out
 
@@ -200,14 +203,14 @@ def weights(layout: Layout, logsumexp: torch.Tensor, factor: torch.Tensor) -> to
 
 def _map(layout: Layout, op: int, own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     out = _made(layout.tensor.shape, _COMPUTED[layout.tensor.dtype])
-    library.map(layout, op, address_of(own), address_of(factor), out.data_ptr())
+    library.map(layout.packed, op, address_of(own), address_of(factor), out.data_ptr())
     return out
 
 
 def softmax(layout: Layout, *, logarithm: bool) -> torch.Tensor:
     """Return the softmax of each row, or its logarithm; 0, or -inf, where the mask keeps none."""
     out = _made(layout.tensor.shape, _COMPUTED[layout.tensor.dtype])
-    library.softmax(layout, logarithm, None, None, out.data_ptr())
+    library.softmax(layout.packed, logarithm, None, None, out.data_ptr())
     return out
 
 
@@ -216,7 +219,8 @@ def softmax_gradient(
 ) -> torch.Tensor:
     """Return the gradient of the input of a softmax of rows; all are contiguous, float32 or float64."""
     out = _made(result.shape, result.dtype)
-    library.softmax(Layout(result, shape, mask), logarithm, address_of(result), address_of(gradient), out.data_ptr())
+    layout = Layout(result, shape, mask)
+    library.softmax(layout.packed, logarithm, address_of(result), address_of(gradient), out.data_ptr())
     return out
 
 
@@ -254,13 +258,19 @@ def expand(slices: torch.Tensor, mask: torch.Tensor, shape: Shape) -> torch.Tens
     return out
 
 
-def mode(layout: Layout, out_shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the last kept element with each slice's mode, how often that is kept, and how many slices keep nothing."""
+def mode(
+    layout: Layout, out_shape: Sequence[int], *, excluding: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Return each slice's mode, the last kept element with it, how often it is, and how many slices keep nothing.
+
+    Without a mask, nothing is left out unless `excluding`; halves take a mask only.
+    """
+    values = _made(out_shape, layout.tensor.dtype)
     index, number = _made(out_shape, torch.int64), _made(out_shape, torch.int64)
-    empty = library.mode(layout, index.data_ptr(), number.data_ptr())
+    empty = library.mode(layout.packed, excluding, values.data_ptr(), index.data_ptr(), number.data_ptr())
     if empty < 0:
         raise MemoryError(_NO_MEMORY)
-    return index, number, empty
+    return values, index, number, empty
 
 
 # --- elements as words, whatever they mean ---------------------------------------------------------------------------
@@ -312,7 +322,7 @@ def repeats(index: torch.Tensor, size: int) -> bool:
 
 def nonfinite(tensors: Sequence[torch.Tensor]) -> bool | None:
     """Return whether any of many tensors has a NaN or an Inf; None where the kernels cannot read all of them."""
-    if library is None or is_traced() or not are_plain(tensors):
+    if not usable(*tensors):
         return None
     addresses, counts, codes = array("q"), array("q"), array("q")
     for x in tensors:

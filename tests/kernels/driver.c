@@ -36,7 +36,7 @@ int main(void)
         void *own = buffer(slices * 8, 0, &held[2]), *factor = buffer(slices * 8, 0, &held[3]);
         void *out = buffer(n * 16, 0, &held[4]), *total = buffer(slices * 8, 0, &held[5]);
         int64_t *count = buffer(slices * 8, 0, &held[6]), kept = 0, counted = 0;
-        void *gradient = buffer(n * wide, 0, &held[7]), *result = buffer(n * wide, 0, &held[8]);
+        void *gradient = buffer(n * wide, 0, &held[7]), *result = buffer((n + slices) * wide, 0, &held[8]);
         uint8_t *made = buffer(n, 0, &held[9]);
         Input in = {x, mask, outer, reduced, inner, draw(2) ? NAN : 1.0, 1, dtype, 1 + (int)draw(3)}, bare = in;
         bare.mask = NULL;
@@ -56,8 +56,9 @@ int main(void)
             return 1;
         }
         GG(fold)(&bare, ELEMENTS, NULL, dtype < I8 ? 0 : -1, total, dtype < I8 ? NULL : count);
-        GG(mode)(&in, count, total);
-        GG(mode)(&bare, count, total);
+        GG(mode)(&in, 0, result, count, total);
+        GG(mode)(&bare, 0, result, count, total);
+        GG(mode)(&bare, 1, result, count, total);
         GG(choose)(out, x, 1, value, 0, mask, n, 1, size[dtype], 2);
         GG(choose)(out, value, 0, out, 1, mask, n, 1, size[dtype], 2);
         GG(choose)(out, value, 0, value, 0, mask, n / 2, 1, 16, 2);
@@ -65,6 +66,10 @@ int main(void)
         GG(choose)(out, x, 1, out, 1, mask, n, 1, size[dtype], 2);
         GG(choose)(out, x, 1, out, 1, mask, n, 1 + (int64_t)draw(5), size[dtype], 2);
         GG(choose)(out, x, 1, value + 1, 0, mask, n, 2 + (int64_t)draw(5), size[dtype], 2);
+        for (int op = LARGEST; op <= SMALLEST; op++) {
+            GG(fold)(&in, op, NULL, -1, total, NULL);
+            GG(fold)(&bare, op, NULL, -1, total, NULL);
+        }
         if (dtype < I8) {
             const void *data[] = {x, out};
             const int64_t counts[] = {n, n}, dtypes[] = {dtype, dtype};

@@ -106,6 +106,19 @@ def test_a_sum_is_as_good_as_torch_makes_it(shape, dtype):
     assert ours <= theirs + exact * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 7, 1), (2, 1000, 1), (1, 600_000, 1), (2, 70, 9), (1, 700, 1025)], ids=str)
+def test_the_extremes_of_integers_reach_the_ends_of_their_dtype(shape, dtype):
+    info = torch.iinfo(dtype)
+    x, mask = values(shape, dtype), odd_mask(shape)
+    x[torch.rand(shape) < 0.01], x[torch.rand(shape) < 0.01] = info.min, info.max
+    mask[:, :2], x[:, 0], x[:, 1] = True, 1, 2  # so that something is kept, whatever is left out
+    for layout, keep in ((Layout(x, shape, mask), mask), (Layout(x, shape, None, info.max), x != info.max)):
+        for largest, limit in ((True, info.min), (False, info.max)):
+            found, _ = _kernels.extreme(layout, (shape[0], shape[2]), largest=largest)
+            assert torch.equal(found.to(dtype), getattr(torch.where(keep, x, limit), "amax" if largest else "amin")(1))
+
+
 @pytest.mark.parametrize("shape", [(1, 3_000_001, 1), (1, 3000, 1001), (1001, 3000, 1), (1, 1_000_001, 3)], ids=str)
 def test_the_number_of_threads_changes_no_bit(shape):
     x, mask = torch.randn(shape), torch.rand(shape) < 0.7

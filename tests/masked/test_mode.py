@@ -89,6 +89,21 @@ def test_votes_of_any_number_of_rows(rows, size):
         check_rows(x, torch.rand(rows, size) < 0.6)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("far", [0, 100, -100, 1000, -1000])
+def test_votes_without_one_value_are_those_with_a_mask(dtype, dim, far):
+    x = torch.randint(0, 4, (6, 300))
+    x[torch.rand(x.shape) < 0.2] += far
+    x = (x if dim == 0 else x.T.contiguous()).to(dtype)
+    by_value, by_mask = (masked.mode(x, dim, empty=0, **which) for which in ({"exclude": 2}, {"keep": x != 2}))
+    for one, other in zip(by_value, by_mask, strict=True):
+        assert torch.equal(one, other)
+    kept = by_value.indices >= 0
+    picked = x.gather(dim, by_value.indices.clamp(min=0).unsqueeze(dim)).squeeze(dim)
+    assert torch.equal(by_value.values[kept], picked[kept])
+
+
 @pytest.mark.parametrize("low", [-20_000, -1, 0, 12_000, 10**9])
 def test_a_range_as_wide_as_a_long_row(low):
     x = torch.randint(0, 20_000, (2, 10_001)) * 2 + low

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import warnings
 import zlib
 from pathlib import Path
@@ -15,39 +16,25 @@ LEVELS = ("baseline", "AVX2")
 _int32, _int64, _double, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-class Input(ctypes.Structure):
-    """What a masked kernel reads; the struct of the same name in kernels.c."""
+INPUT = struct.Struct("PPqqqdqii")
+"""What a masked kernel reads: the fields of the struct in kernels.c."""
 
-    _fields_ = (
-        ("x", _pointer),
-        ("mask", _pointer),
-        ("outer", _int64),
-        ("reduced", _int64),
-        ("inner", _int64),
-        ("value", _double),
-        ("whole", _int64),
-        ("dtype", _int32),
-        ("threads", _int32),
-    )
-
-
-_INPUT = ctypes.POINTER(Input)
+_input = ctypes.c_char_p
 
 # What each kernel returns and takes, as in kernels.c.
 _KERNELS: dict[str, tuple[Any, list[Any]]] = {
-    "valid": (None, [_INPUT, _pointer]),
-    "fold": (_int64, [_INPUT, _int32, _pointer, _double, _pointer, _pointer]),
-    "first": (None, [_INPUT, _pointer]),
-    "logsumexp": (_int64, [_INPUT, _pointer]),
-    "find": (None, [_INPUT, _pointer, _pointer]),
-    "map": (None, [_INPUT, _int32, _pointer, _pointer, _pointer]),
-    "softmax": (None, [_INPUT, _int32, _pointer, _pointer, _pointer]),
-    "mode": (_int64, [_INPUT, _pointer, _pointer]),
+    "valid": (None, [_input, _pointer]),
+    "fold": (_int64, [_input, _int32, _pointer, _double, _pointer, _pointer]),
+    "first": (None, [_input, _pointer]),
+    "logsumexp": (_int64, [_input, _pointer]),
+    "find": (None, [_input, _pointer, _pointer]),
+    "map": (None, [_input, _int32, _pointer, _pointer, _pointer]),
+    "softmax": (None, [_input, _int32, _pointer, _pointer, _pointer]),
+    "mode": (_int64, [_input, _int32, _pointer, _pointer, _pointer]),
     "choose": (None, [_pointer, _pointer, _int32, _pointer, _int32, _pointer, _int64, _int64, _int32, _int32]),
     "expand": (None, [_pointer, _pointer, _int64, _int64, _int64, _int32, _pointer, _int32]),
     "checksum": (None, [_pointer, _int64, _int32, _pointer, _pointer, _int32]),
     "repeats": (_int64, [_pointer, _int64, _int64]),
-    "copy": (None, [_pointer, _pointer, _pointer, _int64]),
     "nonfinite": (_int32, [_pointer, _pointer, _pointer, _int64, _int32]),
 }
 

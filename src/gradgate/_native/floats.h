@@ -62,6 +62,15 @@ INLINE void F(store)(A *out, int64_t n, AV v)
         memcpy(out, &v, n * sizeof(A));
 }
 
+/* The first lanes. */
+INLINE IV F(below)(int64_t n)
+{
+    IV lanes;
+    for (int lane = 0; lane < LANES; lane++)
+        lanes[lane] = lane;
+    return lanes < (I)n;
+}
+
 /* Say, as 0 and -1, what is left out of LANES elements; `how` is known when this is compiled. */
 INLINE IV F(left_out)(int how, AV v, const uint8_t *mask, int64_t n, A value)
 {
@@ -128,17 +137,24 @@ INLINE double F(either)(int op, double a, double b)
 /* Reduce the lanes of a vector, and add those of another up. */
 INLINE double F(across)(int op, AV v)
 {
-#define PAIR(i, k) F(either)(op, v[i], v[k])
-    if (LANES == 4)
-        return F(either)(op, PAIR(0, 2), PAIR(1, 3));
-    return F(either)(op, F(either)(op, PAIR(0, 4 % LANES), PAIR(2, 6 % LANES)), F(either)(op, PAIR(1, 5 % LANES), PAIR(3, 7 % LANES)));
-#undef PAIR
+#if !IS_DOUBLE
+    if (!IS_EXTREME(op)) {
+        const Doubles sums = __builtin_convertvector(*(Floats *)&v, Doubles) + __builtin_convertvector(*((Floats *)&v + 1), Doubles);
+        return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    }
+#endif
+    double result = v[0];
+    for (int lane = 1; lane < LANES; lane++)
+        result = F(either)(op, result, v[lane]);
+    return result;
 }
 
 INLINE int64_t F(total)(IV v)
 {
-    int64_t low = (int64_t)(v[0] + v[1]) + (v[2] + v[3]);
-    return LANES == 4 ? low : low + (v[4 % LANES] + v[5 % LANES]) + (v[6 % LANES] + v[7 % LANES]);
+    int64_t total = 0;
+    for (int lane = 0; lane < LANES / 2; lane++)
+        total += v[lane] + v[lane + LANES / 2];
+    return total;
 }
 
 INLINE double F(fold_row)(int how, int op, int counted, const Input *in, int64_t offset, int64_t n, A own, int64_t *count)
@@ -154,21 +170,23 @@ INLINE double F(fold_row)(int how, int op, int counted, const Input *in, int64_t
         const uint8_t *mask = how == BY_MASK ? in->mask + offset + first : (const uint8_t *)x;
         int64_t i = 0;
         F(State) a = {ALL(START(op)), {0}}, b = a, c = a, d = a;
-#define STEP(s, at, n)                                                                                                  \
+#define STEP(s, at, n, but)                                                                                             \
     {                                                                                                                   \
         AV v = F(load)(x + (at), n, value);                                                                             \
-        s = F(step)(how, op, s, v, F(left_out)(how, v, mask + (at), n, value), owns);                                        \
+        s = F(step)(how, op, s, v, F(left_out)(how, v, mask + (at), n, value) | (but), owns);                           \
     }
         for (; op != EXPONENTIALS && i + 4 * LANES <= size; i += 4 * LANES) {
-            STEP(a, i, LANES)
-            STEP(b, i + LANES, LANES)
-            STEP(c, i + 2 * LANES, LANES)
-            STEP(d, i + 3 * LANES, LANES)
+            STEP(a, i, LANES, 0)
+            STEP(b, i + LANES, LANES, 0)
+            STEP(c, i + 2 * LANES, LANES, 0)
+            STEP(d, i + 3 * LANES, LANES, 0)
         }
         for (; i + LANES <= size; i += LANES)
-            STEP(a, i, LANES)
-        if (i < size)
-            STEP(b, i, size - i)
+            STEP(a, i, LANES, 0)
+        if (i < size && size >= LANES) /* the last LANES, but those that are in */
+            STEP(b, size - LANES, LANES, F(below)(LANES - (size - i)))
+        else if (i < size)
+            STEP(b, i, size - i, 0)
 #undef STEP
         const AV all = F(both)(op, F(both)(op, a.result, b.result), F(both)(op, c.result, d.result));
         const int64_t note = F(total)((a.note + b.note) + (c.note + d.note));
@@ -242,25 +260,48 @@ INLINE void F(fold_columns)(int how, int op, const Input *in, int64_t offset, in
 typedef struct {
     const Input *in;
     const A *own;    /* (outer, inner), or NULL */
-    double *results; /* (outer, parts, inner) */
+    A *out;          /* (outer, inner) */
+    int64_t *count;  /* the same, or NULL */
+    double *results; /* (outer, parts, inner), where slices have several parts */
     int64_t *counts;
+    double correction;
+    int64_t empty;
     Cut cut;
     int op, counted;
 } F(Fold);
 
+/* Write the result of a slice; say whether nothing is kept. */
+INLINE int F(finish)(const F(Fold) *job, int op, int64_t slice, double result, int64_t number)
+{
+    const double divisor = (double)number - job->correction;
+    job->out[slice] = (A)(job->correction < 0 ? result : result / (divisor > 0 ? divisor : 0));
+    if (job->count)
+        job->count[slice] = number;
+    return IS_EXTREME(op) ? result == START(op) : job->counted && number == 0;
+}
+
 INLINE void F(fold_units)(int how, int op, int counted, F(Fold) *job, int64_t from, int64_t to)
 {
     const Input *in = job->in;
+    double results[TILE];
+    int64_t counts[TILE], empty = 0;
+    counts[0] = 0;
     for (int64_t unit = from; unit < to; unit++) {
         Piece p = piece_of(in, &job->cut, unit);
         const A *own = job->own ? job->own + p.slice : NULL;
-        double *result = job->results + p.result;
-        int64_t *count = job->counts + p.result;
         if (in->inner > 1)
-            F(fold_columns)(how, op, in, p.offset, p.rows, p.width, own, result, count);
+            F(fold_columns)(how, op, in, p.offset, p.rows, p.width, own, results, counts);
         else
-            *result = F(fold_row)(how, op, counted, in, p.offset, p.rows, own ? *own : 0, count);
+            *results = F(fold_row)(how, op, counted, in, p.offset, p.rows, own ? *own : 0, counts);
+        if (job->cut.parts == 1)
+            for (int64_t c = 0; c < p.width; c++)
+                empty += F(finish)(job, op, p.slice + c, results[c], counts[c]);
+        else {
+            memcpy(job->results + p.result, results, p.width * sizeof *results);
+            memcpy(job->counts + p.result, counts, p.width * sizeof *counts);
+        }
     }
+    __atomic_fetch_add(&job->empty, empty, __ATOMIC_RELAXED);
 }
 
 static void F(fold_body)(void *argument, int64_t from, int64_t to)
@@ -290,31 +331,25 @@ static void F(fold_body)(void *argument, int64_t from, int64_t to)
 
 static int64_t F(fold)(const Input *in, int op, const A *own, double correction, A *out, int64_t *count)
 {
-    F(Fold) job = {.in = in, .own = own, .op = op, .cut = cut_of(in), .counted = count != NULL || correction >= 0};
-    int64_t slices = in->outer * in->inner, parts = job.cut.parts, many = slices * parts, empty = 0;
-    if (slices == 0)
-        return 0;
-    job.results = malloc(many * (sizeof(double) + sizeof(int64_t)));
+    F(Fold) job = {.in = in, .own = own, .out = out, .count = count, .correction = correction, .op = op, .cut = cut_of(in),
+                   .counted = count != NULL || correction >= 0};
+    const int64_t slices = in->outer * in->inner, parts = job.cut.parts, many = parts == 1 ? 0 : slices * parts;
+    job.results = malloc(many * (sizeof(double) + sizeof(int64_t)) + 1);
     if (!job.results)
         return -1;
     job.counts = (int64_t *)(job.results + many);
     run(F(fold_body), &job, in->outer * parts * job.cut.tiles, slices * in->reduced, in->threads);
-    for (int64_t slice = 0; slice < slices; slice++) {
-        int64_t first = in->inner == 1 ? slice * parts : slice / in->inner * parts * in->inner + slice % in->inner;
+    for (int64_t slice = 0; slice < slices && many; slice++) {
+        int64_t first = slice / in->inner * parts * in->inner + slice % in->inner, number = 0;
         double result = START(op);
-        int64_t number = 0;
         for (int64_t part = 0; part < parts; part++) {
             result = F(either)(op, result, job.results[first + part * in->inner]);
-            number += job.counted ? job.counts[first + part * in->inner] : 0;
+            number += job.counts[first + part * in->inner];
         }
-        double divisor = (double)number - correction;
-        out[slice] = (A)(correction < 0 ? result : result / (divisor > 0 ? divisor : 0));
-        if (count)
-            count[slice] = number;
-        empty += IS_EXTREME(op) ? result == START(op) : job.counted && number == 0;
+        job.empty += F(finish)(&job, op, slice, result, number);
     }
     free(job.results);
-    return empty;
+    return job.empty;
 }
 
 static int64_t F(logsumexp)(const Input *in, A *out)

@@ -38,12 +38,48 @@ INLINE void JOIN(add, T)(int how, const Whole *job, int64_t from, int64_t to)
     }
 }
 
+/* The largest of what is kept; of the bits turned around that is the smallest, turned around. */
+INLINE void JOIN(most, T)(int how, const Whole *job, int64_t from, int64_t to)
+{
+    const Input *in = job->in;
+    const T value = (T)in->whole, turn = (T)(job->op == LARGEST ? 0 : -1), least = (T)job->least;
+    for (int64_t unit = from; unit < to; unit++) {
+        Piece p = piece_of(in, &job->cut, unit);
+        const T *x = (const T *)in->x + p.offset;
+        const uint8_t *mask = how == BY_MASK ? in->mask + p.offset : (const uint8_t *)x;
+        T found[TILE];
+        for (int64_t i = 0; i < p.width; i++)
+            found[i] = least;
+        if (in->inner == 1) {
+            T top = least;
+            for (int64_t i = 0; i < p.rows; i++) {
+                const T takes = (T) - (T)(how == BY_MASK ? mask[i] != 0 : x[i] != value);
+                const T e = (T)((T)((x[i] ^ turn) & takes) | (T)(least & ~takes));
+                top = e > top ? e : top;
+            }
+            *found = top;
+        } else
+            for (int64_t row = 0; row < p.rows; row++, x += in->inner, mask += in->inner)
+                for (int64_t i = 0; i < p.width; i++) {
+                    const T takes = (T) - (T)(how == BY_MASK ? mask[i] != 0 : x[i] != value);
+                    const T e = (T)((T)((x[i] ^ turn) & takes) | (T)(least & ~takes));
+                    found[i] = e > found[i] ? e : found[i];
+                }
+        for (int64_t i = 0; i < p.width; i++) { /* several threads may have a part of one slice */
+            int64_t *out = (int64_t *)job->totals + p.slice + i, before = __atomic_load_n(out, __ATOMIC_RELAXED);
+            while (found[i] > before && !__atomic_compare_exchange_n(out, &before, found[i], 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+                ;
+        }
+    }
+}
+
 static void JOIN(sum, T)(void *job, int64_t from, int64_t to)
 {
-    if (((const Whole *)job)->in->mask)
-        JOIN(add, T)(BY_MASK, job, from, to);
+    const Whole *of = job;
+    if (of->op != ELEMENTS)
+        of->in->mask ? JOIN(most, T)(BY_MASK, of, from, to) : JOIN(most, T)(BY_VALUE, of, from, to);
     else
-        JOIN(add, T)(BY_VALUE, job, from, to);
+        of->in->mask ? JOIN(add, T)(BY_MASK, of, from, to) : JOIN(add, T)(BY_VALUE, of, from, to);
 }
 
 static void JOIN(valid, T)(const Input *in, int64_t offset, int64_t n, uint8_t *out)

@@ -182,6 +182,8 @@ EXPORT int32_t gg_level(void)
 
 typedef int32_t Lanes8 __attribute__((vector_size(VECTOR), aligned(1), may_alias));
 typedef int64_t Lanes4 __attribute__((vector_size(VECTOR), aligned(1), may_alias));
+typedef float Floats __attribute__((vector_size(16), may_alias));
+typedef double Doubles __attribute__((vector_size(32)));
 
 /* Bytes of a mask as lanes, -1 where an element is left out. Compilers do not find the instruction by themselves. */
 
@@ -254,11 +256,15 @@ INLINE const Float64 *read_d(const Input *in, int64_t offset, int64_t n, double 
 
 /* --- integers: they are added as uint64_t, which wraps around as torch's sums do ------------------------------------- */
 
+static const int64_t lowest[] = {INT8_MIN, 0, INT16_MIN, INT32_MIN, INT64_MIN};
+
 typedef struct {
     const Input *in;
     uint64_t *totals; /* (outer, inner) */
-    int64_t *counts;
+    int64_t *counts;  /* of sums */
     Cut cut;
+    int op;
+    int64_t least; /* no element is beneath it, with the bits turned around for SMALLEST */
 } Whole;
 
 /* N is what 2**14 elements can be added in. */
@@ -319,26 +325,30 @@ static uint8_t *with_mask(Input *in)
 /* Reduce what is kept of each slice: the sum of its ELEMENTS, of their DIFFERENCES to `own`, of the SQUARES of these or of
    the EXPONENTIALS of these; the LARGEST or SMALLEST; how many are EQUAL to `own`. A sum is divided by the number kept less
    `correction`, unless that is negative. `out` and `own` are (outer, inner), of the type that is computed with, int64 for
-   integers, which have ELEMENTS only; `count` may be NULL for the others. Returns how many slices keep nothing, for LARGEST and SMALLEST
+   integers, which have ELEMENTS, LARGEST and SMALLEST only; `count` may be NULL for all but sums of integers. Returns how many slices keep nothing, for LARGEST and SMALLEST
    how many may, and -1 for lack of memory. */
 EXPORT int64_t GG(fold)(const Input *given, int32_t op, const void *own, double correction, void *out, int64_t *count)
 {
     Input copy = *given, *in = &copy;
     uint8_t *made = NULL;
     int by_nan = op == LARGEST || op == SMALLEST; /* what needs no mask, see fold_body */
-    if (op != ELEMENTS && !(by_nan && in->value != in->value) && !(made = with_mask(in)))
+    if (op != ELEMENTS && !(by_nan && (in->value != in->value || in->dtype >= I8)) && !(made = with_mask(in)))
         return -1;
     int64_t empty = 0;
     if (in->dtype < I8)
         empty = COMPUTE(fold, in, op, own, correction, out, count);
     else {
-        Whole job = {in, out, count, cut_of(in)};
-        int64_t slices = in->outer * in->inner;
-        memset(out, 0, slices * sizeof *job.totals);
-        memset(count, 0, slices * sizeof *count);
-        run(sums[in->dtype - I8], &job, in->outer * job.cut.parts * job.cut.tiles, size_of(in), in->threads);
+        Whole job = {in, out, count, cut_of(in), op, lowest[in->dtype - I8]};
+        const int64_t slices = in->outer * in->inner, turn = op == SMALLEST ? in->dtype == U8 ? 0xff : -1 : 0;
         for (int64_t i = 0; i < slices; i++)
-            empty += count[i] == 0;
+            job.totals[i] = op == ELEMENTS ? 0 : (uint64_t)job.least;
+        if (count)
+            memset(count, 0, slices * sizeof *count);
+        run(sums[in->dtype - I8], &job, in->outer * job.cut.parts * job.cut.tiles, size_of(in), in->threads);
+        for (int64_t i = 0; i < slices; i++) {
+            empty += op == ELEMENTS ? count[i] == 0 : (int64_t)job.totals[i] == job.least;
+            job.totals[i] ^= (uint64_t)turn;
+        }
     }
     free(made);
     return empty;

@@ -51,14 +51,24 @@ static void codes_of(const Input *in, int64_t offset, int64_t stride, int64_t n,
 }
 
 typedef struct {
+    const Input *in;
+    int excluding;    /* whether elements with the code `except` are left out */
+    uint64_t except;
+    int64_t *index, *count;
+    char *values;     /* the modes, of the dtype of x */
+    int failed;
+} ModeJob;
+
+typedef struct {
     uint64_t *codes, *kept, *keys; /* of all elements of a slice and of the kept ones; of the slots of a table */
     uint32_t *counts;              /* of the slots of a table, or of bins */
     uint64_t bins;
 } ModeSpace;
 
 /* Find the mode of a slice: its code's last place, and how often it is. */
-static void mode_slice(const Input *in, int64_t offset, ModeSpace *space, int64_t *index, int64_t *count)
+static void mode_slice(const ModeJob *job, int64_t offset, ModeSpace *space, int64_t *index, int64_t *count)
 {
+    const Input *in = job->in;
     const int64_t stride = in->inner;
     const uint8_t *mask = in->mask ? in->mask + offset : NULL;
     const uint64_t *codes = space->codes;
@@ -70,6 +80,12 @@ static void mode_slice(const Input *in, int64_t offset, ModeSpace *space, int64_
         for (int64_t i = 0; i < in->reduced; i++) {
             space->kept[kept] = codes[i];
             kept += mask[i * stride] != 0;
+        }
+        codes = space->kept;
+    } else if (job->excluding) {
+        for (int64_t i = 0; i < in->reduced; i++) {
+            space->kept[kept] = codes[i];
+            kept += codes[i] != job->except;
         }
         codes = space->kept;
     } else
@@ -115,74 +131,122 @@ static void mode_slice(const Input *in, int64_t offset, ModeSpace *space, int64_
     *count = (int64_t)top;
 }
 
-/* Find the most frequent of a few codes U for each of many neighbouring slices: compared in pairs, many slices at a time. */
+/* Find the most frequent of a few codes U for each of many neighbouring slices: compared in pairs, a vector of slices at a
+   time. `kept` is -1 for what takes part. */
 #define VOTE(U)                                                                                                         \
-    static void vote_##U(U codes[FEW][VOTES], U kept[FEW][VOTES], int64_t n, int64_t many, int64_t *index, int64_t *count) \
+    static void vote_##U(U codes[FEW][VOTES], U kept[FEW][VOTES], int64_t n, int64_t many, U *best, U *top, U *place)   \
     {                                                                                                                   \
-        U best[VOTES] = {0}, top[VOTES] = {0}, place[VOTES] = {0}, times[VOTES];                                        \
-        for (int64_t r = 0; r < n; r++) {                                                                               \
-            /* Each counts itself and its equals before it, so that the last of them has the full count. */             \
-            memcpy(times, kept[r], sizeof times);                                                                       \
-            for (int64_t before = 0; before < r; before++)                                                              \
-                for (int64_t s = 0; s < VOTES; s++)                                                                     \
-                    times[s] += kept[before][s] & (U) - (U)(codes[before][s] == codes[r][s]);                           \
-            for (int64_t s = 0; s < VOTES; s++) {                                                                       \
-                U more = (U) - (U)(times[s] > top[s]), equal = (U) - (U)(times[s] == top[s]);                           \
-                U less = (U) - (U)(codes[r][s] <= best[s]), wins = (more | (equal & less)) & (U) - kept[r][s];          \
-                top[s] = (times[s] & wins) | (top[s] & ~wins);                                                          \
-                best[s] = (codes[r][s] & wins) | (best[s] & ~wins);                                                     \
-                place[s] = ((U)r & wins) | (place[s] & ~wins);                                                          \
+        typedef U V __attribute__((vector_size(VECTOR), may_alias));                                                    \
+        for (int64_t s = 0; s < many; s += VECTOR / (int64_t)sizeof(U)) {                                               \
+            V winner = {0}, most = {0}, at = {0};                                                                       \
+            for (int64_t r = 0; r < n; r++) {                                                                           \
+                /* Each counts itself and its equals before it, so that the last of them has the full count. */         \
+                const V code = *(V *)&codes[r][s], takes = *(V *)&kept[r][s];                                           \
+                V times = -takes;                                                                                       \
+                for (int64_t before = 0; before < r; before++)                                                          \
+                    times -= *(V *)&kept[before][s] & (V)(*(V *)&codes[before][s] == code);                             \
+                const V wins = ((V)(times > most) | ((V)(times == most) & (V)(code <= winner))) & takes;                \
+                most = (times & wins) | (most & ~wins);                                                                 \
+                winner = (code & wins) | (winner & ~wins);                                                              \
+                at = (((V){0} + (U)r) & wins) | (at & ~wins);                                                           \
             }                                                                                                           \
-        }                                                                                                               \
-        for (int64_t s = 0; s < many; s++) {                                                                            \
-            count[s] = (int64_t)top[s];                                                                                 \
-            index[s] = top[s] ? (int64_t)place[s] : -1;                                                                 \
+            *(V *)&best[s] = winner;                                                                                    \
+            *(V *)&top[s] = most;                                                                                       \
+            *(V *)&place[s] = at;                                                                                       \
         }                                                                                                               \
     }
 VOTE(uint8_t)
-VOTE(uint32_t)
 VOTE(uint64_t)
 #undef VOTE
 
-/* Find the modes of neighbouring slices of no more than FEW elements, with codes as narrow as the elements. */
-static void mode_votes(const Input *in, int64_t slice, int64_t many, int64_t *index, int64_t *count)
-{
-    const int64_t n = in->reduced, step = in->inner > 1 ? in->inner : 1, next = in->inner > 1 ? 1 : n;
-    const int64_t offset = slice / in->inner * in->inner * n + slice % in->inner;
-    const int narrow = in->dtype == U8 || in->dtype == I8, wide = in->dtype == F64 || in->dtype == I64;
-    const int is_signed = in->dtype == I8 || in->dtype == I16 || in->dtype == I32;
-    const uint64_t lowest = is_signed ? 0x8000000000000000u - (narrow ? 0x80u : 0x80000000u) : 0;
-    uint64_t row[VOTES];
-#define VOTES_OF(U)                                                                                                     \
+/* Write what is kept of neighbouring slices as bytes; say whether it does not fit. */
+#define LABELS(T)                                                                                                       \
+    INLINE int labels_##T(const ModeJob *job, int by_mask, int64_t next, int64_t offset, int64_t step, int64_t many,    \
+                          uint8_t codes[FEW][VOTES], uint8_t kept[FEW][VOTES])                                          \
     {                                                                                                                   \
-        U codes[FEW][VOTES], kept[FEW][VOTES];                                                                          \
-        if (many < VOTES) {                                                                                             \
-            memset(codes, 0, sizeof codes);                                                                             \
-            memset(kept, 0, sizeof kept);                                                                               \
-        }                                                                                                               \
-        for (int64_t r = 0; r < n; r++) {                                                                               \
-            codes_of(in, offset + r * step, next, many, row);                                                           \
+        const T value = (T)job->in->whole;                                                                              \
+        const int all = !job->excluding;                                                                                \
+        T beyond = 0;                                                                                                   \
+        for (int64_t r = 0; r < job->in->reduced; r++) {                                                                \
+            const T *x = (const T *)job->in->x + offset + r * step;                                                     \
+            const uint8_t *mask = by_mask ? job->in->mask + offset + r * step : (const uint8_t *)x;                     \
             for (int64_t s = 0; s < many; s++) {                                                                        \
-                codes[r][s] = (U)(row[s] - lowest);                                                                     \
-                kept[r][s] = in->mask ? in->mask[offset + r * step + s * next] != 0 : 1;                                \
+                const T e = x[s * next], takes = (T) - (T)(by_mask ? mask[s * next] != 0 : (e != value) | all);         \
+                codes[r][s] = (uint8_t)e;                                                                               \
+                kept[r][s] = (uint8_t)takes;                                                                            \
+                beyond |= e & takes;                                                                                    \
             }                                                                                                           \
         }                                                                                                               \
-        vote_##U(codes, kept, n, many, index, count);                                                                   \
+        return (beyond & (T)~(T)0xff) != 0;                                                                             \
     }
-    if (narrow)
-        VOTES_OF(uint8_t)
-    else if (wide)
-        VOTES_OF(uint64_t)
+LABELS(UInt8)
+LABELS(Int32)
+LABELS(Int64)
+#undef LABELS
+
+/* Write the elements at some places of neighbouring slices, as words. */
+static void take_votes(const ModeJob *job, int64_t offset, int64_t step, int64_t next, int64_t many, int64_t slice)
+{
+    const Input *in = job->in;
+    const int64_t *index = job->index + slice;
+#define TAKE(T)                                                                                                         \
+    for (int64_t s = 0; s < many; s++)                                                                                  \
+        ((T *)job->values)[slice + s] = ((const T *)in->x)[offset + s * next + (index[s] < 0 ? 0 : index[s]) * step];
+    static const int sizes[] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
+    const int bytes = sizes[in->dtype];
+    if (bytes == 1)
+        TAKE(UInt8)
+    else if (bytes == 2)
+        TAKE(UInt16)
+    else if (bytes == 4)
+        TAKE(UInt32)
     else
-        VOTES_OF(uint32_t)
-#undef VOTES_OF
+        TAKE(UInt64)
+#undef TAKE
 }
 
-typedef struct {
-    const Input *in;
-    int64_t *index, *count;
-    int failed;
-} ModeJob;
+/* Find the modes of neighbouring slices of no more than FEW elements: labels up to 255 as bytes, all others as codes. */
+static void mode_votes(const ModeJob *job, int64_t slice, int64_t many)
+{
+    const Input *in = job->in;
+    const int64_t n = in->reduced, step = in->inner > 1 ? in->inner : 1, next = in->inner > 1 ? 1 : n;
+    const int64_t offset = slice / in->inner * in->inner * n + slice % in->inner;
+    int64_t *index = job->index + slice, *count = job->count + slice, large = in->dtype < I8;
+    const uint8_t *mask = in->mask;
+#define FOUND(U)                                                                                                        \
+    U best[VOTES] ALIGNED, top[VOTES] ALIGNED, place[VOTES] ALIGNED;                                                    \
+    vote_##U(codes, kept, n, many, best, top, place);                                                                   \
+    for (int64_t s = 0; s < many; s++) {                                                                                \
+        count[s] = (int64_t)top[s];                                                                                     \
+        index[s] = top[s] ? (int64_t)place[s] : -1;                                                                     \
+    }
+    if (!large) {
+        uint8_t codes[FEW][VOTES] ALIGNED, kept[FEW][VOTES] ALIGNED;
+#define LABELS(T) (mask ? next == 1 ? labels_##T(job, 1, 1, offset, step, many, codes, kept)                             \
+                                    : labels_##T(job, 1, next, offset, step, many, codes, kept)                         \
+                   : next == 1 ? labels_##T(job, 0, 1, offset, step, many, codes, kept)                                 \
+                               : labels_##T(job, 0, next, offset, step, many, codes, kept))
+        large = in->dtype == U8    ? LABELS(UInt8)
+                : in->dtype == I32 ? LABELS(Int32)
+                : in->dtype == I64 ? LABELS(Int64)
+                                   : 1;
+#undef LABELS
+        if (!large) {
+            FOUND(uint8_t)
+        }
+    }
+    if (large) {
+        uint64_t codes[FEW][VOTES] ALIGNED, kept[FEW][VOTES] ALIGNED;
+        for (int64_t r = 0; r < n; r++) {
+            codes_of(in, offset + r * step, next, many, codes[r]);
+            for (int64_t s = 0; s < many; s++)
+                kept[r][s] = -(uint64_t)(mask ? mask[offset + r * step + s * next] != 0 : !job->excluding || codes[r][s] != job->except);
+        }
+        FOUND(uint64_t)
+    }
+#undef FOUND
+    take_votes(job, offset, step, next, many, slice);
+}
 
 /* The units are groups of VOTES neighbouring slices, or single slices. */
 static void mode_body(void *argument, int64_t from, int64_t to)
@@ -194,7 +258,7 @@ static void mode_body(void *argument, int64_t from, int64_t to)
         const int64_t row = in->inner > 1 ? in->inner : in->outer, groups = (row + VOTES - 1) / VOTES;
         for (int64_t unit = from; unit < to; unit++) {
             int64_t first = unit % groups * VOTES, slice = unit / groups * row + first;
-            mode_votes(in, slice, LEAST(row - first, VOTES), job->index + slice, job->count + slice);
+            mode_votes(job, slice, LEAST(row - first, VOTES));
         }
         return;
     }
@@ -207,9 +271,11 @@ static void mode_body(void *argument, int64_t from, int64_t to)
     space.keys = malloc(slots * sizeof(uint64_t));
     space.counts = malloc(space.bins * sizeof(uint32_t));
     if (space.codes && space.kept && space.keys && space.counts)
-        for (int64_t slice = from; slice < to; slice++)
-            mode_slice(in, slice / in->inner * in->inner * n + slice % in->inner, &space, job->index + slice,
-                       job->count + slice);
+        for (int64_t slice = from; slice < to; slice++) {
+            const int64_t offset = slice / in->inner * in->inner * n + slice % in->inner;
+            mode_slice(job, offset, &space, job->index + slice, job->count + slice);
+            take_votes(job, offset, in->inner, 1, 1, slice);
+        }
     else
         job->failed = 1;
     free(space.codes);
@@ -218,14 +284,20 @@ static void mode_body(void *argument, int64_t from, int64_t to)
     free(space.counts);
 }
 
-/* The last kept element with the mode of each slice, -1 if nothing is kept, and how often it is kept. Returns how many
-   slices keep nothing, or -1 for lack of memory. */
-EXPORT int64_t GG(mode)(const Input *in, int64_t *index, int64_t *count)
+/* The mode of each slice, the last kept element with it, -1 if nothing is kept, and how often it is kept. Without a mask,
+   the excluded value is left out if `excluding`. Returns how many slices keep nothing, or -1 for lack of memory. */
+EXPORT int64_t GG(mode)(const Input *in, int32_t excluding, void *values, int64_t *index, int64_t *count)
 {
-    ModeJob job = {in, index, count, 0};
+    ModeJob job = {in, excluding && !in->mask, 0, index, count, values, 0};
     int64_t slices = in->outer * in->inner, empty = 0, row = in->inner > 1 ? in->inner : in->outer;
-    if (slices == 0)
-        return 0;
+    if (slices == 0 || in->reduced == 0) {
+        memset(count, 0, slices * sizeof *count);
+        return slices;
+    }
+    job.except = in->dtype == F64    ? code_of_double(in->value)
+                 : in->dtype == F32  ? code_of_float((float)in->value)
+                 : in->dtype >= I8   ? (uint64_t)in->whole ^ (in->dtype == U8 ? 0 : 0x8000000000000000u)
+                                     : 0; /* halves come with a mask */
     int64_t units = in->reduced <= FEW ? slices / row * ((row + VOTES - 1) / VOTES) : slices;
     run(mode_body, &job, units, size_of(in), in->threads);
     for (int64_t i = 0; i < slices; i++)

@@ -173,13 +173,6 @@ EXPORT int64_t GG(repeats)(const int64_t *index, int64_t count, int64_t size)
 
 /* --- many tensors at once ---------------------------------------------------------------------------------------------------- */
 
-/* Copy the bytes of several tensors. */
-EXPORT void GG(copy)(void *const *to, const void *const *from, const int64_t *bytes, int64_t tensors)
-{
-    for (int64_t i = 0; i < tensors; i++)
-        memcpy(to[i], from[i], bytes[i]);
-}
-
 typedef struct {
     const void *const *data;
     const int64_t *counts, *dtypes;

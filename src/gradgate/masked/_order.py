@@ -13,11 +13,12 @@ from torch import Tensor
 
 from gradgate import _kernels
 from gradgate._checks import wrong_value
-from gradgate._kernels import Layout, usable
+from gradgate._kernels import Layout
 from gradgate._names import describe, listed
 from gradgate._torch_private import has_data
 from gradgate.errors import ArgumentTypeError, ArgumentValueError
 from gradgate.masked._slices import (
+    HALVES,
     Dim,
     Empty,
     Exclude,
@@ -33,6 +34,7 @@ from gradgate.masked._slices import (
     is_recorded,
     slices_of,
     sums,
+    takes,
 )
 
 _SELECTED = (torch.float32, torch.float64)  # what torch finds the median of without sorting
@@ -167,7 +169,7 @@ def _extreme(slices: Slices, reduce: Callable[..., Tensor], limit: Callable[[tor
     if slices.whole and slices.size > 0:
         return reduce(slices.x, slices.dims, keepdim=slices.keepdim)
     slices = slices if slices.size else slices.with_mask()
-    if slices.x.is_floating_point():
+    if slices.x.is_floating_point() or takes(slices, _kernels.DTYPES):
         found, sure = extreme(slices, largest=reduce is torch.amax)
         return found if sure else slices.fill_empty(found)
     return slices.fill_empty(reduce(slices.filled(limit(slices.x.dtype)), slices.dims, keepdim=slices.keepdim))
@@ -563,8 +565,8 @@ def mode(
     slices = slices_of(x, dim, keep, exclude, function="masked.mode", keepdim=keepdim, empty=empty)
     slices.refuse(complexes=True)
     rows = slices if slices.size else slices.with_mask()
-    indices, counts, certain = _native(rows) if _takes(rows) else _composed(rows)
-    values = _picked(slices, rows, indices if certain else indices.clamp(min=0))
+    found, indices, counts, certain = _native(rows) if _counts(rows) else _composed(rows)
+    values = _picked(slices, rows, indices if certain else indices.clamp(min=0)) if found is None else found
     values, indices, counts = (slices.reduced(result) for result in (values, indices, counts))
     if certain:
         slices.fill_empty(
@@ -575,24 +577,27 @@ def mode(
     return ModeResult(values, indices, counts)
 
 
-def _takes(slices: Slices) -> bool:
-    x, keep = slices.x, slices.keep
-    known = x.dtype is torch.bool or x.dtype in _kernels.DTYPES
-    return known and slices.size < 1 << 31 and (usable(x) if keep is None else usable(x, keep))
+def _counts(slices: Slices) -> bool:
+    """Return whether the kernels can find the mode."""
+    return takes(slices, {*_kernels.DTYPES, torch.bool}) and slices.size < 1 << 31
 
 
-def _native(slices: Slices) -> tuple[Tensor, Tensor, bool]:
+def _native(slices: Slices) -> tuple[Tensor | None, Tensor, Tensor, bool]:
+    """Return the modes, None if autograd has to pick them, the indices, the counts, and if no slice is empty."""
     group = group_of(slices.x.shape, slices.dims)
     x = group.arranged(slices.x.detach())
     if x.dtype is torch.bool:
         x = (x.view(torch.uint8) != 0).view(torch.uint8)  # the byte of True may be any but 0
-    mask = None if slices.mask is None else group.arranged(slices.mask)
-    layout = Layout(x, group.shape, mask)
-    indices, counts, empty = _kernels.mode(layout, group.results[False])
-    return indices, counts, empty == 0
+    excluded = None if x.dtype in HALVES else slices.excluded
+    if excluded is not None:
+        layout = Layout(x, group.shape, None, excluded)  # type: ignore[arg-type]  # complex dtypes are refused
+    else:
+        layout = Layout(x, group.shape, None if slices.mask is None else group.arranged(slices.mask))
+    values, indices, counts, empty = _kernels.mode(layout, group.results[False], excluding=excluded is not None)
+    return None if is_recorded(slices.x) else values.to(slices.x.dtype), indices, counts, empty == 0
 
 
-def _composed(slices: Slices) -> tuple[Tensor, Tensor, bool]:
+def _composed(slices: Slices) -> tuple[Tensor | None, Tensor, Tensor, bool]:
     """Find the mode by sorting, without a look at the data, so that it can be traced and batched."""
     rows = slices.in_one_dim()
     x, mask = rows.x.detach(), rows.mask
@@ -608,7 +613,7 @@ def _composed(slices: Slices) -> tuple[Tensor, Tensor, bool]:
     # occurrence of the smallest of the most frequent values.
     counts, place = (total - before).max(-1)
     indices = torch.where(counts == 0, -1, order.gather(-1, place.unsqueeze(-1)).squeeze(-1))
-    return indices, counts, mask is None
+    return None, indices, counts, mask is None
 
 
 def _picked(slices: Slices, rows: Slices, indices: Tensor) -> Tensor:

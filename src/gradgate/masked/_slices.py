@@ -82,14 +82,15 @@ def group_of(sizes: torch.Size, dims: Dims) -> Group:
     return Group(sizes, dims, (math.prod(sizes[:first]), reduced, math.prod(sizes[last:])), False, results)
 
 
-def _takes(slices: Slices, dtypes: Collection[torch.dtype] = _FLOATS) -> bool:
-    x, keep = slices.x, slices.keep
-    return x.dtype in dtypes and usable(x) and (keep is None or (type(keep) is Tensor and keep.is_cpu))
+def takes(slices: Slices, dtypes: Collection[torch.dtype] = _FLOATS) -> bool:
+    """Return whether the kernels can read what a call reads."""
+    keep = slices.keep
+    return slices.native and slices.x.dtype in dtypes and (keep is None or (type(keep) is Tensor and keep.is_cpu))
 
 
 def _layout(slices: Slices, group: Group) -> Layout:
     """Describe slices to a kernel: by the one value that is left out if that is all, else by the mask."""
-    x = group.arranged(slices.x)
+    x = slices.x if not group.moved and slices.x.is_contiguous() else group.arranged(slices.x)
     if slices.excluded is not None:
         return Layout(x, group.shape, None, slices.excluded)  # type: ignore[arg-type]  # complex dtypes come with a mask
     return Layout(x, group.shape, group.arranged(slices.full_mask() if slices.keep is None else slices.keep))
@@ -142,9 +143,10 @@ def counts(mask: Tensor, sizes: torch.Size, dims: Dims, keepdim: bool) -> Tensor
 def sums(slices: Slices, *, mean: bool = False, counted: bool = False, wide: bool = False) -> Sums:
     """Return the sum or the mean of the kept elements of each slice; the mean of none is NaN."""
     # Halves are added up in float32, and stay so if `wide`. Integers become int64.
-    x, dtype = slices.x, slices.x.dtype
+    x = slices.x
+    dtype = x.dtype
     to = torch.float32 if wide and dtype in HALVES else dtype
-    if _takes(slices, _FLOATS if mean else _kernels.DTYPES):
+    if takes(slices, _FLOATS if mean else _kernels.DTYPES):
         group = group_of(x.shape, slices.dims)
         if x.requires_grad and torch.is_grad_enabled():
             total, found = bound_apply(_Sums)(x, slices.full_mask(), group, slices.keepdim, mean, to)
@@ -193,7 +195,7 @@ def _spread(slices: Tensor, mask: Tensor, group: Group) -> Tensor:
 def squares(slices: Slices) -> tuple[Tensor, Tensor]:
     """Return the sum of squared distances of the kept elements to the mean of their slice, and their number."""
     x, dims, keepdim = slices.x, slices.dims, slices.keepdim
-    if _takes(slices, _FLOATS[:2]):
+    if takes(slices, _FLOATS[:2]):
         group = group_of(x.shape, dims)
         if is_recorded(x):
             found, (number,) = bound_apply(_Squares)(x, slices.full_mask(), group, keepdim)
@@ -218,7 +220,7 @@ def variance(slices: Slices, correction: float) -> Tensor | None:
     """Return the variance of the kept elements of each slice; None where the kernels cannot compute it."""
     # NaN for too few elements, as in torch. Autograd does not record it.
     x = slices.x
-    if correction < 0 or not _takes(slices) or (x.requires_grad and torch.is_grad_enabled()):
+    if correction < 0 or not takes(slices) or (x.requires_grad and torch.is_grad_enabled()):
         return None
     group = group_of(x.shape, slices.dims)
     return _kernels.squares(_layout(slices, group), group.results[slices.keepdim], correction)[0].to(x.dtype)
@@ -251,16 +253,17 @@ class _Squares(torch.autograd.Function):
 
 
 def extreme(slices: Slices, largest: bool) -> tuple[Tensor, bool]:
-    """Return the largest or smallest kept element, floating; infinite for a slice with nothing kept."""
-    # Equal elements share the gradient. The second result says whether every slice certainly keeps something.
+    """Return the largest or smallest kept element; for a slice with nothing kept, what no element is beyond."""
+    # Equal elements share the gradient. The second result says whether every slice certainly keeps something. Integers
+    # are for the kernels only.
     x, dims, keepdim = slices.x, slices.dims, slices.keepdim
-    if _takes(slices):
+    if takes(slices, _kernels.DTYPES):
         group = group_of(x.shape, dims)
         if is_recorded(x):
             found, empty = bound_apply(_Extreme)(x, slices.full_mask(), group, keepdim, largest)
             return found, empty == 0
         found, empty = _kernels.extreme(_layout(slices, group), group.results[keepdim], largest=largest)
-        return (found.to(x.dtype) if x.dtype in HALVES else found), empty == 0
+        return found.to(x.dtype), empty == 0
     limit = -math.inf if largest else math.inf
     mask = slices.full_mask()
     found = (torch.amax if largest else torch.amin)(fill(x, mask, limit), dims, keepdim=keepdim)
@@ -301,7 +304,7 @@ class _Extreme(torch.autograd.Function):
 
 def first_place(slices: Slices, largest: bool) -> Tensor | None:
     """Return the index of the first largest or smallest kept element, -1 for nothing; None without the kernels."""
-    if not _takes(slices):
+    if not takes(slices):
         return None
     group = group_of(slices.x.shape, slices.dims)
     layout = _layout(slices, group)
@@ -315,7 +318,7 @@ def logsumexp(slices: Slices) -> Tensor:
     """Return the logarithm of the sum of exponentials of the kept elements, with reduced dimensions of size 1."""
     # It is -inf where nothing is kept, or nothing but -inf; its gradient is 0 there.
     x, dims = slices.x, slices.dims
-    if _takes(slices):
+    if takes(slices):
         group = group_of(x.shape, dims)
         if is_recorded(x):
             result: Tensor = bound_apply(_LogSumExp)(x, slices.full_mask(), group)
@@ -471,14 +474,15 @@ def valid(x: Tensor, *, keep: Keep = None, exclude: Exclude = None, finite: bool
 
 
 def mask_of(
-    x: Tensor, keep: Keep, exclude: Exclude = None, *, function: str, lazy: bool = False
+    x: Tensor, keep: Keep, exclude: Exclude = None, *, function: str, dense: bool = False, lazy: bool = False
 ) -> tuple[Tensor | None, Number | None]:
     """Return the mask that `keep` and `exclude` make together, broadcastable to x; None if every element takes part."""
-    # If `lazy`, a single excluded value is given as it is where the kernels may need no mask.
-    if type(x) is not Tensor:
+    # If `lazy`, a single excluded value is given as it is where the kernels may need no mask. `dense` says that x is
+    # known to be a dense tensor.
+    if not dense:
         check_tensor(x, name="x", function=function)
-    if x.layout is not torch.strided or x.is_nested:
-        raise _not_dense(x, "x", function)
+        if x.layout is not torch.strided or x.is_nested:
+            raise _not_dense(x, "x", function)
     mask: Tensor | None = None
     if isinstance(keep, Tensor):
         plain = keep.dtype is torch.bool and keep.shape == x.shape and keep.device == x.device
@@ -494,6 +498,8 @@ def mask_of(
             others = ~_matches_tensor(x.detach(), element)
             mask = others if mask is None else mask & others
         return mask, None
+    if lazy and mask is None and type(exclude) in (float, int) and x.dtype in _kernels.DTYPES:
+        return None, stored(exclude, x.dtype)  # type: ignore[arg-type]
     values = [stored(number, x.dtype) for number in _numbers(exclude, function)]
     if lazy and mask is None and len(values) == 1 and x.dtype in _kernels.DTYPES:
         return None, values[0]
@@ -542,6 +548,8 @@ def _numbers(exclude: Any, function: str) -> list[Number]:
 
 def stored(number: Number, dtype: torch.dtype) -> Number | None:
     """Return a number of the kind of a dtype, rounded no further than the dtype does; None if it cannot hold it."""
+    if number != number and dtype.is_floating_point and type(number) is float:
+        return number
     if dtype.is_complex:
         parts = [_stored_real(part, dtype) for part in (number.real, number.imag)]
         return None if None in parts else complex(*parts)  # type: ignore[arg-type]
@@ -598,6 +606,7 @@ class Slices:
     keepdim: bool
     empty: Empty
     function: str  # for messages
+    native: bool  # whether the kernels may read x
 
     @property
     def whole(self) -> bool:
@@ -645,16 +654,16 @@ class Slices:
                 shape = [1 if i == d else size for i, size in enumerate(x.shape)]
                 x = torch.cat([x, x.new_zeros(shape)], d)
                 mask = torch.cat([mask, mask.new_zeros(shape)], d)
-        return Slices(x, mask, None, self.dims, self.keepdim, self.empty, self.function)
+        return replace(self, x=x, keep=mask, excluded=None)
 
     def in_one_dim(self) -> Slices:
         """Return the same slices along one last dimension."""
         if self.dims == (self.x.dim() - 1,):
-            return Slices(self.x, self.keep, self.excluded, self.dims, False, self.empty, self.function)
+            return replace(self, keepdim=False)
         last = tuple(range(self.x.dim() - len(self.dims), self.x.dim()))
         x = _gathered(self.x, self.dims, last)
         mask = None if self.keep is None else _gathered(self.keep.expand(self.x.shape), self.dims, last)
-        return Slices(x, mask, self.excluded, (x.dim() - 1,), False, self.empty, self.function)
+        return replace(self, x=x, keep=mask, dims=(x.dim() - 1,), keepdim=False)
 
     def spread(self, result: Tensor) -> Tensor:
         """Return a result of `in_one_dim` that still has its last dimension the shape of x."""
@@ -715,7 +724,7 @@ class Slices:
         if value is None:
             self._refuse_empty(number)
             return result
-        return torch.where(number == 0, value, result)
+        return fill(result, number != 0, value)
 
     def _refuse_empty(self, number: Tensor) -> None:
         if has_data(number):
@@ -764,7 +773,8 @@ def slices_of(
     dtype: torch.dtype | None = None,
 ) -> Slices:
     """Read the arguments that all functions share; `exclude` is compared before x becomes another dtype."""
-    mask, excluded = mask_of(x, keep, exclude, function=function, lazy=dtype is None)
+    native = usable(x)
+    mask, excluded = mask_of(x, keep, exclude, function=function, dense=native, lazy=dtype is None)
     if not (empty is ... or isinstance(empty, (bool, int, float, complex)) or empty == "raise"):
         why = 'it is the result of a slice with nothing kept: a number, or "raise".'
         raise wrong_type(empty, "empty", function, why, 'empty=0.0   # or "raise"')
@@ -777,14 +787,19 @@ def slices_of(
             why = "it is what the elements become first, as torch names it."
             raise wrong_type(dtype, "dtype", function, why, "dtype=torch.float32")
         x = x.to(dtype)
-    return Slices(x, mask, excluded, dims_of(x, dim, function), keepdim, empty, function)
+    return Slices(x, mask, excluded, dims_of(x, dim, function), keepdim, empty, function, native)
+
+
+_EACH = [tuple(range(rank)) for rank in range(9)]
 
 
 def dims_of(x: Tensor, dim: Dim, function: str) -> tuple[int, ...]:
     """Read `dim`: give the dimensions, sorted, none negative."""
     rank = x.dim()
     if dim is None:
-        return tuple(range(rank))
+        return _EACH[rank] if rank < len(_EACH) else tuple(range(rank))
+    if type(dim) is int and -rank <= dim < rank:
+        return (dim % rank,)
     wanted = tuple(dim) if isinstance(dim, (list, tuple, torch.Size, range)) else (dim,)
     found = []
     for d in wanted:
