@@ -82,7 +82,8 @@ def route(
     are measured or resolved. A loss reaches the encoder through a head that it does not train.
 
     Args:
-        routes: For each part, as a selector of `freeze`, the names of the losses that train it; parts may overlap.
+        routes: For each part, as a selector of `freeze`, the names of the losses that train it. Parts may overlap; one
+            with an empty list gets no gradient.
         losses: The losses by name, each one number; multiply them by their weights before.
         model: The model.
         measure: Whether to measure the conflict: the cosine of each pair of losses in each layer they share.
