@@ -117,6 +117,27 @@ def test_values_loaded_after_a_closure_that_raised_are_kept(kind):
     assert not torch.equal(model.weight[1], state["weight"][1])
 
 
+@pytest.mark.parametrize("hold", [lambda m: gg.pin(m.weight, rows=[0]), lambda m: gg.pin(m.weight, rows=range(4))])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_what_a_closure_writes_to_pinned_rows_is_undone(kind, hold):
+    model = nn.Linear(3, 4)
+    before = model.weight.detach().clone()
+    pin = hold(model)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        shrink(model.parameters())
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    pin.verify()
+    assert torch.equal(model.weight[0], before[0])
+
+
 def test_a_step_that_broke_off_is_put_right_by_another_optimizer():
     class Breaks(torch.optim.SGD):
         def step(self, closure=None):
