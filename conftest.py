@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import re
 import signal
 import sys
 from importlib.util import find_spec
@@ -52,6 +53,15 @@ def pytest_configure(config):
     """Draw few examples with --quick, unless another profile is asked for."""
     if config.getoption("quick") and not config.getoption("hypothesis_profile", None):
         hypothesis.settings.load_profile("quick")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import neither a file that is left out as a whole with --quick, nor a framework, which takes seconds."""
+    if not config.getoption("quick") or collection_path.suffix != ".py":
+        return None
+    whole = rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LEFT_OUT)})\b"
+    framework = collection_path.parent.name == "integrations" and collection_path.stem in FRAMEWORKS
+    return framework or bool(re.search(whole, collection_path.read_text(encoding="utf-8"), re.MULTILINE)) or None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -18,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 jax = pytest.importorskip("jax", reason="JAX is not installed: the comparison with jax.numpy.ndarray.at is not made")
 
+pytestmark = pytest.mark.slow  # importing JAX is
 DRAWS = 32
 ALL = slice(None)
 # Shape, and the index as a function of the drawn index arrays; `draw` says the shape of each array.

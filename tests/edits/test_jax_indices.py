@@ -18,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 jax = pytest.importorskip("jax", reason="JAX is not installed: the comparison with jax.numpy.ndarray.at is not made")
 
+pytestmark = pytest.mark.slow  # importing JAX is
 SHAPES = [(3,), (3, 4), (2, 3, 4)]
 PARTS = ["int", "negative int", "slice", "step", "backwards", "new", "ellipsis", "array", "grid", "repeated", "mask"]
 OPERATIONS = ["set", "add", "subtract", "multiply", "min", "max"]

@@ -92,6 +92,7 @@ def test_a_model_and_its_handles_together(way):
     assert not hasattr(other.weight, "_gradgate_watchers")
 
 
+@pytest.mark.slow
 def test_another_process_holds_it_too(tmp_path):
     model = nn.Linear(3, 4)
     gg.pin(model.weight, rows=[0])

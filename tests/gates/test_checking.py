@@ -108,6 +108,7 @@ def test_transforms(transform, rows):
     assert caught.value.rows == rows
 
 
+@pytest.mark.slow
 def test_one_graph_in_torch_compile():
     compiled = torch.compile(doubled, fullgraph=True)
     assert compiled(torch.ones(4, 3)).eq(2).all()

@@ -18,6 +18,8 @@ from accelerate.state import AcceleratorState
 
 from gradgate.integrations.accelerate import AcceleratedGuard
 
+pytestmark = pytest.mark.slow  # importing its framework is
+
 
 def prepared(loader, scaler=None, **settings):
     accelerator = Accelerator(cpu=True, **settings)

@@ -25,6 +25,7 @@ with warnings.catch_warnings():  # its own dependencies
 
 from gradgate.integrations.lightning import GuardCallback, GuardedModule
 
+pytestmark = pytest.mark.slow  # importing its framework is
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 

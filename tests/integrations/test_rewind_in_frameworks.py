@@ -22,6 +22,8 @@ from tests.integrations.faulty import equal, run_ranks
 from tests.integrations.test_accelerate import Ruinous as RuinousPairs
 from tests.integrations.test_accelerate import rewound as accelerated
 
+pytestmark = pytest.mark.slow  # importing its framework is
+
 ROWS, BATCH = 240, 2
 SCHEDULE = {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 5}  # whatever the number of steps of the training
 

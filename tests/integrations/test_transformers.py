@@ -27,6 +27,8 @@ from transformers import (
 
 from gradgate.integrations.transformers import GuardedTrainer, GuardedTrainerMixin
 
+pytestmark = pytest.mark.slow  # importing its framework is
+
 WIDTH, LENGTH = 8, 6
 FLAGS = {"raise": 1, "gradient": 2, "collate": 3}
 FAULTS = ("nan", "load", *FLAGS)

@@ -75,6 +75,7 @@ def test_a_foreign_library_is_refused(tmp_path, text, said):
         assert _native.load(made)[0] is None
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_library_of_other_sources_is_refused(tmp_path, monkeypatch):
     made = tmp_path / "kernels.so"

@@ -241,6 +241,7 @@ def test_weights_of_the_loss_that_broadcast_are_picked_along():
     torch.testing.assert_close(masked_loss(F.gaussian_nll_loss, x, target, variance, keep=keep), full[keep].mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kw", [{}, {"weight": CLASS_WEIGHT}, {"label_smoothing": 0.1}, {"reduction": "sum"}], ids=str)
 def test_compiled_mapped_and_without_data(kw):
     """There a harmless value stands in for what is left out; everything else stays as it is."""
