@@ -86,6 +86,7 @@ def test_the_library_of_other_sources_is_refused(tmp_path, monkeypatch):
         assert _native.load(made)[0] is None
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_sources_compile_without_a_warning(tmp_path):
     made = tmp_path / "kernels.so"
