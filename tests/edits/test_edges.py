@@ -21,6 +21,7 @@ def gradients(fn, *inputs, arriving=None):
 # --- several values for one place ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_set_takes_the_last_with_any_number_of_threads():
     """torch's own assignment runs in parallel from some 30,000 entries on; then the order is anybody's."""
     count = 200_000

@@ -83,6 +83,7 @@ def test_freeze_looks_through_compile(net):
     assert gg.freeze(net, net.encoder).names == ENCODER
 
 
+@pytest.mark.slow
 def test_a_compiled_model_sees_the_freeze(net):
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)

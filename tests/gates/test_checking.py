@@ -142,6 +142,7 @@ def test_the_guard_drops_the_samples_that_break_it(compiled):
     assert torch.equal(gradient, model.weight.grad)
 
 
+@pytest.mark.slow
 def test_python_without_assertions_asks_nothing():
     run = subprocess.run(
         [sys.executable, "-O", "-c", "import gradgate as gg; print(gg.check('no tensor', print))"],

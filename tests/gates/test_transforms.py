@@ -185,6 +185,7 @@ def test_a_strength_in_a_tensor_follows_a_schedule_without_compiling_again():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_strength_that_is_a_number_is_right_under_a_schedule_too():
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), gg.ReverseGrad(0.0))

@@ -104,6 +104,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(tree=TREES)
 def test_every_tree_of_plain_values_comes_back(tree):
     back = there_and_back(tree)

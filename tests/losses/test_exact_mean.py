@@ -86,6 +86,7 @@ def test_half_precision_counts_beyond_what_it_can_hold():
     torch.testing.assert_close(model.weight.grad, torch.ones_like(model.weight))
 
 
+@pytest.mark.slow
 def test_with_a_grad_scaler():
     model, x, target = model_and_data(6)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

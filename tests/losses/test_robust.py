@@ -78,6 +78,7 @@ def test_near_zero_all_are_half_the_square(name):
     torch.testing.assert_close(getattr(losses, name)(r, reduction="none"), r**2 / 2, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @FAMILY
 def test_in_every_way_of_using_it(name):
     loss = getattr(losses, name)

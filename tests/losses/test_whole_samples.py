@@ -53,6 +53,7 @@ def test_it_is_the_loss_of_the_kept_samples(loss_fn, reduction, weights, way):
     torch.testing.assert_close(ours, torch.where(KEEP[:, None], theirs, 0))
 
 
+@pytest.mark.slow
 def test_samples_are_left_out_of_a_compiled_loss():
     x, target = arguments()
     compiled = torch.compile(lambda x: masked_loss(F.mse_loss, x, target, keep=KEEP, weights=WEIGHTS), fullgraph=True)

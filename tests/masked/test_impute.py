@@ -60,6 +60,7 @@ def test_equal_to_a_loop_over_slices(using, through, data):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", [False, True])
 @pytest.mark.parametrize("using", ["mean", "median"])
 def test_every_promise(using, through):

@@ -53,6 +53,7 @@ def test_the_level_is_the_median_and_the_mad():
         assert level.above("loss", 1e6) == expected
 
 
+@pytest.mark.slow
 def test_high_observations_in_a_row_are_a_spike_and_single_ones_are_not():
     losses = wavy(60)
     losses[30] = losses[40] = losses[41] = 100.0

@@ -62,6 +62,7 @@ def test_nan_decides_at_once():
     assert "the loss is nan" in rewound[0].reason
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     st.data(),

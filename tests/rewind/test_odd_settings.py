@@ -94,6 +94,7 @@ def streams(draw):
     return epochs, poison, draw(st.integers(1, 5))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(streams(), SETTINGS)
 def test_what_was_trained_on_is_the_stream_without_the_suspects(stream, options):
@@ -109,6 +110,7 @@ def test_what_was_trained_on_is_the_stream_without_the_suspects(stream, options)
     assert nan <= skipped  # one that is not finite is never trained on
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(streams(), SETTINGS, st.integers(1, 120))
 def test_the_law_after_a_resume_at_any_step(stream, options, stop):
