@@ -29,173 +29,6 @@ from gradgate.doctor.rules._gradients import unused_findings
 from gradgate.doctor.rules._setup import live_optimizers
 from gradgate.records import Finding
 
-_HOOK_WARNING = "Using `torch.compile.module.` when there are global hooks"
-
-# --- one step ---------------------------------------------------------------------------------------------------------
-
-
-class Examination:
-    """A tracer, and what it takes to draw conclusions from its trace."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module | None,
-        namespaces: list[Mapping[str, Any]],
-        *,
-        one_step: bool = True,
-        files: tuple[str, ...] = (),
-    ) -> None:
-        self.given = model
-        self.model = without_compiled_wrappers(model) if model is not None else None
-        self.namespaces = namespaces
-        self.one_step = one_step
-        self.files = files
-        self.tracer = Tracer(self.before_update, self.after_update)
-        self.thorough = True
-        self.unused: dict[int, Unused] = {}
-        self._trained: set[int] = set()
-        self._surroundings = Patches()
-        self._modes = ThreadModes()
-        self.begin_step()
-        if model is not None:
-            self.tracer.reuse.start(model.parameters())
-            self.tracer.drawn = frozenset(id(module) for module in model.modules())
-
-    def begin_step(self) -> None:
-        self.gradients = Gradients(self.model.parameters() if self.model is not None else ())
-        self.thorough = True
-
-    def before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Called before each step of an optimizer that is traced, and each update by hand."""
-        if self.thorough and optimizer is not None:
-            self.gradients.take(parameters_of(optimizer))
-
-    def after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Called after it."""
-
-    def stop(self, *, interrupted: bool = False) -> None:
-        """Stop tracing and remove every hook; it may be called again."""
-
-        def clean_up() -> None:
-            self.stop_tracing()
-            self.tracer.uninstall()
-            if interrupted:
-                self._modes.restore()
-
-        to_the_end(clean_up)
-
-    def start_tracing(self) -> None:
-        """Begin to trace; compiled models run uncompiled meanwhile."""
-        run_as_written(self._surroundings)
-        warnings.filterwarnings("ignore", message=_HOOK_WARNING)
-        self.tracer.resume()
-
-    def stop_tracing(self) -> None:
-        self.tracer.pause()
-        self._surroundings.undo()
-        # All other filters, also new ones, stay as the user has them.
-        for ours in [entry for entry in warnings.filters if entry[1] and entry[1].pattern == _HOOK_WARNING][:1]:
-            warnings.filters.remove(ours)  # type: ignore[attr-defined]
-
-    def attempt(self, step_fn: Callable[[], Any]) -> Exception | None:
-        """Trace a step, and backward if it returns a loss instead; return what it raised."""
-        try:
-            try:
-                self.tracer.install()
-                self.start_tracing()
-                result = step_fn()
-                if isinstance(result, torch.Tensor) and not self.tracer.trace.backwards:
-                    result.backward()  # type: ignore[no-untyped-call]
-            finally:
-                self.stop()
-        except Exception as error:  # noqa: BLE001 - whatever the step raises is what the diagnosis is about
-            return error
-        except BaseException:  # an interrupt, perhaps while it stops
-            self.stop(interrupted=True)
-            raise
-        return None
-
-    def explain(self, exception: BaseException | None) -> Diagnosis:
-        """Return what was found in one step, with one finding for each cause."""
-        found = self.conclude(exception)
-        return replace(found, findings=fold(found.findings))
-
-    def conclude(self, exception: BaseException | None) -> Diagnosis:
-        """Return everything that the rules find in what has been traced."""
-        case = self.case(exception)
-        findings = apply_rules(case)
-        self.unused.update((id(entry.parameter), entry) for entry in case.unused)
-        self._trained |= case.trained_modules
-        return Diagnosis((*findings, *self._note_on_compiling()), exception, *draw(case, findings))
-
-    def _note_on_compiling(self) -> Iterator[Finding]:
-        roots = [*self.tracer.trace.modules, *([self.given] if self.given is not None else [])]
-        compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
-        if compiled:
-            headline = "info GG001: the model is compiled; it ran without torch.compile for this diagnosis"
-            reason = "Compiled code has no lines to point at. What is found here holds for the compiled model as "
-            reason += "well, unless the compiler itself is at fault."
-            yield finding_at(None, headline, reason, module=compiled[0] or None)
-
-    def case(self, exception: BaseException | None) -> Case:
-        case = Case(self.tracer, self.model, [*self.namespaces, *_variables_of_users()], self.gradients, exception)
-        case.one_step, case.files = self.one_step, self.files
-        case.trained_modules |= self._trained
-        return case
-
-
-def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -> Diagnosis:
-    """Run one step under the tracer and explain why it does not learn, where a NaN comes from, or what overwrote it.
-
-    The step does forward, loss and backward itself, or returns the loss; it may call an optimizer. It is run once, and
-    what it changes (gradients, weights, buffers, random state) is changed as in any step. When it raises, that is part
-    of the diagnosis and not raised again. Compiled models run uncompiled.
-
-    Args:
-        step_fn: The step; takes nothing.
-        model: The model that ought to learn. Without it, what the optimizers hold counts, else whatever is used.
-
-    Returns:
-        The findings, and the exception if there was one.
-
-    Raises:
-        ArgumentTypeError: `step_fn` is not callable, or `model` is not a module.
-
-    Examples:
-        >>> encoder, head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
-        >>> model = torch.nn.ModuleDict({"encoder": encoder, "head": head})
-        >>> def step():
-        ...     features = encoder(torch.ones(4, 3)).detach()
-        ...     return head(features).mean()
-        >>> finding = gg.diagnose(step, model=model).findings[0]
-        >>> finding.code, finding.title
-        ('GG101', 'encoder.weight, encoder.bias get no gradient: cut at `encoder(torch.ones(4, 3)).detach()`')
-    """
-    if not callable(step_fn):
-        why = "it runs one step of yours: forward, loss and backward."
-        fix = "gg.diagnose(lambda: loss_fn(model(x), y), model=model)"
-        raise wrong_type(step_fn, "step_fn", "diagnose", why, fix)
-    if model is not None:
-        check_module(model, name="model", function="diagnose")
-    frame = sys._getframe(1)
-    namespaces = [*namespaces_of(step_fn), frame.f_locals, frame.f_globals]
-    examination = Examination(model, namespaces)
-    raised = examination.attempt(step_fn)
-    if raised is not None and "saved tensor hooks" in str(raised):
-        # torch.func.grad does not run under hooks for saved tensors; the rest can be traced without them.
-        examination = Examination(model, namespaces)
-        examination.tracer.saves = False
-        raised = examination.attempt(step_fn)
-    return examination.explain(raised)
-
-
-def _variables_of_users() -> Iterator[Mapping[str, Any]]:
-    """Yield the variables of the functions of the user that are running."""
-    for frame, _ in walk_stack(sys._getframe(1)):
-        if not is_foreign(frame.f_code.co_filename):
-            yield frame.f_locals
-
-
 # --- a run of many steps ----------------------------------------------------------------------------------------------
 
 WINDOW = 20  # the losses that a loss is compared with
@@ -344,13 +177,14 @@ def runaway(losses: list[tuple[int, float]], largest_move: float = 0.0) -> Runaw
     return None
 
 
-# --- step after step --------------------------------------------------------------------------------------------------
+# --- tracing ----------------------------------------------------------------------------------------------------------
 
 # The rules examine so many steps in full; after that only steps in which the tracer saw something new.
 _STEPS_IN_FULL = 2
+_HOOK_WARNING = "Using `torch.compile.module.` when there are global hooks"
 
 
-class Tracing(Examination):
+class Tracing:
     """A trace in progress; `trace` makes it.
 
     Attributes:
@@ -359,24 +193,40 @@ class Tracing(Examination):
         history: The losses and learning rates of the whole run.
     """
 
-    notes_losses = True
     steps_in_full = _STEPS_IN_FULL
 
     def __init__(
-        self, model: torch.nn.Module | None, namespaces: list[Mapping[str, Any]], files: tuple[str, ...] = ()
+        self,
+        model: torch.nn.Module | None,
+        namespaces: list[Mapping[str, Any]],
+        *,
+        one_step: bool = False,
+        files: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(model, namespaces, one_step=False, files=files)
         self.steps = 0
         self.tracing = False
         self.history = History()
+        self.tracer = Tracer(self.before_update, self.after_update, self.note_backward)
+        self.unused: dict[int, Unused] = {}
+        self._given = model
+        self._model = without_compiled_wrappers(model) if model is not None else None
+        self._namespaces = namespaces
+        self._one_step = one_step
+        self._files = files
         self._findings: dict[Finding, None] = {}
         self._drawn = Diagnosis()  # the newest with a graph
         self._exception: BaseException | None = None
         self._ended = False
         self._zeros = 0
-        self._noted = 0
+        self._trained: set[int] = set()
         self._learned: set[int] = set()
         self._functional = False
+        self._surroundings = Patches()
+        self._modes = ThreadModes()
+        self._begin_step()
+        if model is not None:
+            self.tracer.reuse.start(model.parameters())
+            self.tracer.drawn = frozenset(id(module) for module in model.modules())
 
     @property
     def diagnosis(self) -> Diagnosis:
@@ -386,7 +236,7 @@ class Tracing(Examination):
         suspicious.
         """
         unused = [entry for entry in self.unused.values() if id(entry.parameter) not in self._learned]
-        run = self.history.findings(self._learned if self._ended and self._exception is None else set())
+        run = self.history.findings(self._learned if self._ended else set())
         findings = fold((*self._findings, *unused_findings(unused), *run))
         return replace(self._drawn, findings=findings, exception=self._exception)
 
@@ -403,66 +253,129 @@ class Tracing(Examination):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._ended = error is None
         try:
+            self._ended = error is None
             if self.tracing:
                 self.pause(error)
         finally:
             self.stop(interrupted=error is not None and not isinstance(error, Exception))
 
+    def explain(self, step_fn: Callable[[], Any]) -> Diagnosis:
+        """Trace a step, and backward if it returns a loss instead; return what was found."""
+        try:
+            with self:
+                result = step_fn()
+                if isinstance(result, torch.Tensor) and not self.tracer.trace.backwards:
+                    result.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            if error is not self._exception:  # whatever the step raises is what the diagnosis is about
+                raise
+        except BaseException:  # an interrupt, perhaps while it stops
+            self.stop(interrupted=True)
+            raise
+        return self.diagnosis
+
     def resume(self) -> None:
-        """Go on tracing after `pause`."""
+        """Go on tracing after `pause`; compiled models run uncompiled meanwhile."""
         self.tracing = True
-        self.start_tracing()
+        run_as_written(self._surroundings)
+        warnings.filterwarnings("ignore", message=_HOOK_WARNING)
+        self.tracer.resume()
 
     def pause(self, error: BaseException | None = None) -> None:
         """Stop tracing until `resume`, and draw conclusions from what has been traced."""
-        self.tracing = False
         self.stop_tracing()
         self._exception = None if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit) else error
         if self._exception is not None or self.tracer.trace.backwards or not self.steps:
             self._conclude(self._exception)
         self._end_step()
 
+    def stop_tracing(self) -> None:
+        self.tracing = False
+        self.tracer.pause()
+        self._surroundings.undo()
+        # All other filters, also new ones, stay as the user has them.
+        for ours in [entry for entry in warnings.filters if entry[1] and entry[1].pattern == _HOOK_WARNING][:1]:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+    def stop(self, *, interrupted: bool = False) -> None:
+        """Stop tracing and remove every hook; it may be called again."""
+
+        def clean_up() -> None:
+            self.stop_tracing()
+            self.tracer.uninstall()
+            if interrupted:
+                self._modes.restore()
+
+        to_the_end(clean_up)
+
+    def note_backward(self, loss: float | None, location: Location | None) -> None:
+        """Called for each backward pass that is traced."""
+        if not self._one_step:
+            self.history.backward(loss, location)
+
     def before_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called before each step of an optimizer that is traced, and each update by hand."""
         trace = self.tracer.trace
-        self.thorough = self.steps < self.steps_in_full or _is_suspicious(trace, self._zeros)
-        self._note_losses()
-        location = trace.updated_by_hand if optimizer is None else trace.optimizer_steps[-1].location
-        self.history.update(optimizer, location)
-        if optimizer is not None and self.steps < self.steps_in_full:
-            self.history.weights_before(optimizer)
-        super().before_update(optimizer)
+        if not self._one_step:
+            self._thorough = self.steps < self.steps_in_full or _is_suspicious(trace, self._zeros)
+            location = trace.updated_by_hand if optimizer is None else trace.optimizer_steps[-1].location
+            self.history.update(optimizer, location)
+            if optimizer is not None and self.steps < self.steps_in_full:
+                self.history.weights_before(optimizer)
+        if self._thorough and optimizer is not None:
+            self.gradients.take(parameters_of(optimizer))
 
     def after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called after it."""
         trace = self.tracer.trace
+        if self._one_step:
+            return
         self.steps += 1
         self.history.weights_after()
-        if self.thorough or any(step.again for step in trace.optimizer_steps):
+        if self._thorough or any(step.again for step in trace.optimizer_steps):
             self._zeros = len(trace.zeros)
             self._conclude(None)
         self._end_step()
 
-    def _note_losses(self) -> None:
+    def _begin_step(self) -> None:
+        self.gradients = Gradients(self._model.parameters() if self._model is not None else ())
+        self._thorough = True
+
+    def _end_step(self) -> None:
         trace = self.tracer.trace
         self.history.scaled |= trace.scaled
         self._functional |= trace.functional or any(backward.inputs is not None for backward in trace.backwards)
-        for backward in trace.backwards[self._noted :] if self.notes_losses else ():
-            self.history.backward(backward.loss, backward.location)
-        self._noted = len(trace.backwards)
-
-    def _end_step(self) -> None:
-        self._note_losses()
-        self._noted = 0
         self.tracer.begin_again()
-        self.begin_step()
+        self._begin_step()
 
     def _conclude(self, exception: BaseException | None) -> None:
-        diagnosis = self.conclude(exception)
+        """Apply the rules to what has been traced."""
+        case = self.case(exception)
+        findings = apply_rules(case)
+        self._findings.update(dict.fromkeys((*findings, *self._note_on_compiling())))
+        self.unused.update((id(entry.parameter), entry) for entry in case.unused)
+        self._trained |= case.trained_modules
         self._learned.update(number for number, taken in self.gradients.taken.items() if taken.present)
-        self._findings.update(dict.fromkeys(diagnosis.findings))
-        if diagnosis.graph is not None:
-            self._drawn = diagnosis
+        graph, layers = draw(case, findings)
+        if graph is not None:
+            self._drawn = Diagnosis(graph=graph, layers=layers)
+
+    def case(self, exception: BaseException | None) -> Case:
+        spaces = [*self._namespaces, *_variables_of_users()]
+        case = Case(self.tracer, self._model, spaces, self.gradients, exception)
+        case.one_step, case.files = self._one_step, self._files
+        case.trained_modules |= self._trained
+        return case
+
+    def _note_on_compiling(self) -> Iterator[Finding]:
+        roots = [*self.tracer.trace.modules, *([self._given] if self._given is not None else [])]
+        compiled = [path for root in roots for path, module in root.named_modules() if is_compiled(module)]
+        if compiled:
+            headline = "info GG001: the model is compiled; it ran without torch.compile for this diagnosis"
+            reason = "Compiled code has no lines to point at. What is found here holds for the compiled model as "
+            reason += "well, unless the compiler itself is at fault."
+            yield finding_at(None, headline, reason, module=compiled[0] or None)
 
 
 def _is_suspicious(trace: Trace, zeros: int) -> bool:
@@ -472,6 +385,60 @@ def _is_suspicious(trace: Trace, zeros: int) -> bool:
         or any(bad.kind == "nan" or bad.stage == "backward" for bad in trace.bad)
         or any(backward.is_bad for backward in trace.backwards)
     )
+
+
+def _variables_of_users() -> Iterator[Mapping[str, Any]]:
+    """Yield the variables of the functions of the user that are running."""
+    for frame, _ in walk_stack(sys._getframe(1)):
+        if not is_foreign(frame.f_code.co_filename):
+            yield frame.f_locals
+
+
+# --- one step, and step after step ------------------------------------------------------------------------------------
+
+
+def diagnose(step_fn: Callable[[], Any], model: torch.nn.Module | None = None) -> Diagnosis:
+    """Run one step under the tracer and explain why it does not learn, where a NaN comes from, or what overwrote it.
+
+    The step does forward, loss and backward itself, or returns the loss; it may call an optimizer. It is run once, and
+    what it changes (gradients, weights, buffers, random state) is changed as in any step. When it raises, that is part
+    of the diagnosis and not raised again. Compiled models run uncompiled.
+
+    Args:
+        step_fn: The step; takes nothing.
+        model: The model that ought to learn. Without it, what the optimizers hold counts, else whatever is used.
+
+    Returns:
+        The findings, and the exception if there was one.
+
+    Raises:
+        ArgumentTypeError: `step_fn` is not callable, or `model` is not a module.
+
+    Examples:
+        >>> encoder, head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+        >>> model = torch.nn.ModuleDict({"encoder": encoder, "head": head})
+        >>> def step():
+        ...     features = encoder(torch.ones(4, 3)).detach()
+        ...     return head(features).mean()
+        >>> finding = gg.diagnose(step, model=model).findings[0]
+        >>> finding.code, finding.title
+        ('GG101', 'encoder.weight, encoder.bias get no gradient: cut at `encoder(torch.ones(4, 3)).detach()`')
+    """
+    if not callable(step_fn):
+        why = "it runs one step of yours: forward, loss and backward."
+        fix = "gg.diagnose(lambda: loss_fn(model(x), y), model=model)"
+        raise wrong_type(step_fn, "step_fn", "diagnose", why, fix)
+    if model is not None:
+        check_module(model, name="model", function="diagnose")
+    frame = sys._getframe(1)
+    namespaces = [*namespaces_of(step_fn), frame.f_locals, frame.f_globals]
+    diagnosis = Tracing(model, namespaces, one_step=True).explain(step_fn)
+    if diagnosis.exception is not None and "saved tensor hooks" in str(diagnosis.exception):
+        # torch.func.grad does not run under hooks for saved tensors; the rest can be traced without them.
+        without_hooks = Tracing(model, namespaces, one_step=True)
+        without_hooks.tracer.saves = False
+        diagnosis = without_hooks.explain(step_fn)
+    return diagnosis
 
 
 def trace(model: torch.nn.Module | None = None) -> Tracing:

@@ -36,7 +36,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradgate._patches import Patches
-from gradgate._source import Owner, definition, is_foreign, locate, owner_of
+from gradgate._source import Location, Owner, definition, is_foreign, locate, owner_of
 from gradgate._text import text_of, visible
 from gradgate._torch_private import OPTIMIZER_HOOKS, as_written, compiled_as_written, watched_modules, write_grad_mode
 from gradgate.doctor._case import finding_at
@@ -183,12 +183,11 @@ Progress = Callable[[int, float, str], None]
 class _Run(Tracing):
     """One run of a script in this process."""
 
-    notes_losses = False  # those of untraced steps count as well
     steps_in_full = _MOST_STEPS_TRACED
 
     def __init__(self, program: Program, first: int, whole: bool, most_steps: int | None) -> None:
         self.main = types.ModuleType("__main__")
-        super().__init__(None, [self.main.__dict__], (program.file,))
+        super().__init__(None, [self.main.__dict__], files=(program.file,))
         source = Path(program.file).read_bytes()
         # torch.func.grad cannot run while what is saved for backward is checked.
         self.tracer.saves = not any(word in source for word in (b"torch.func", b"functorch"))
@@ -271,6 +270,9 @@ class _Run(Tracing):
 
         return noting
 
+    def note_backward(self, loss: float | None, location: Location | None) -> None:
+        """Called only for traced passes, while the losses of all are noted."""
+
     def after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         super().after_update(optimizer)
         if optimizer is not None and not self.tracer.can_pause():
@@ -298,7 +300,7 @@ class _Run(Tracing):
     def _end_validation(self) -> None:
         """Stop tracing a validation, and report it if BatchNorm learned from it."""
         if self._validating:
-            self._validating = self.tracing = False
+            self._validating = False
             self.stop_tracing()
             found = dict.fromkeys(find_statistics(self.case(None)))
             self._validated = bool(found)

@@ -237,15 +237,17 @@ class NonfiniteTracker:
 _MOST_OPERATIONS = 500_000
 _DETACH = operator_of(torch.ops.aten.detach.default)
 Listener = Callable[[torch.optim.Optimizer | None], None]
+BackwardListener = Callable[[float | None, Location | None], None]
 
 
 class Tracer(DispatchMode):
     """Traces what happens in this thread between `resume` and `pause`."""
 
-    def __init__(self, before_step: Listener, after_step: Listener) -> None:
+    def __init__(self, before_step: Listener, after_step: Listener, on_backward: BackwardListener) -> None:
         super().__init__()
         self.before_step = before_step
         self.after_step = after_step
+        self.on_backward = on_backward
         self.saves = True
         self.trace = Trace()
         self.previous = Trace()
@@ -674,6 +676,7 @@ def _start(
     loss = float(sum(x.real for x in numbers)) if numbers else None
     backward = Backward(tuple(codes), tracer.here(), len(trace.ops), loss, inputs)
     trace.backwards.append(backward)
+    tracer.on_backward(loss, backward.location)
     nodes = list(nodes_below(tensors))
     index = {node: place for place, node in enumerate(nodes)}
     started = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from statistics import median
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +22,7 @@ from gradgate._text import user_level
 from gradgate._torch_distributed import WatchedRanks
 from gradgate._torch_private import ThreadModes, copy_tensors, step_hooks, undispatched, write_grad_mode
 from gradgate.doctor._case import finding_at, namespaces_of
-from gradgate.doctor._diagnose import GROWS, WINDOW, Examination, runaway, smaller_rate
+from gradgate.doctor._diagnose import GROWS, WINDOW, Tracing, runaway, smaller_rate
 from gradgate.doctor._diagnosis import Diagnosis
 from gradgate.doctor._numerics import bad_kind, is_readable, local_values, norm_of, total
 from gradgate.doctor._tracer import parameters_of
@@ -345,19 +346,17 @@ class Watch:
                 parameter.grad = None
 
     def _replay(self, step_fn: Callable[[], Any]) -> Diagnosis:
-        examination = Examination(self._model, [*namespaces_of(step_fn), *self._namespaces])
+        tracing = Tracing(self._model, [*namespaces_of(step_fn), *self._namespaces], one_step=True)
 
-        def replayed() -> Diagnosis:
-            raised = examination.attempt(step_fn)
-            self._replaying = False
-            return examination.explain(None if isinstance(raised, _Seen) else raised)
+        def replayed() -> Any:
+            with suppress(_Seen):
+                return step_fn()
 
         try:
             self._replaying = True
-            return self._snapshot.rewound(replayed)
+            return self._snapshot.rewound(lambda: tracing.explain(replayed))
         finally:
             self._replaying = False
-            examination.stop()
 
 
 class _Seen(Exception):
