@@ -203,7 +203,7 @@ class Case:
             return raised
         text = text_of(error)
         if not any(text == other.text for other in raised):
-            raised.append(Raised(text, (), locate_traceback(error.__traceback__), len(self.trace.backwards) - 1))
+            raised.append(Raised(text, locate_traceback(error.__traceback__), len(self.trace.backwards) - 1))
         return [other._replace(severity="error") if other.text == text else other for other in raised]
 
     def error(self, text: str) -> Raised | None:

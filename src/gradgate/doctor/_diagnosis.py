@@ -12,7 +12,7 @@ from rich.text import Text
 
 from gradgate._text import html_table, json_text, text_of, visible
 from gradgate.doctor._case import SEVERITIES
-from gradgate.doctor._graph import Graph, Layer
+from gradgate.doctor._graph import Entry, Graph
 from gradgate.errors import ArgumentValueError
 from gradgate.records import Finding
 from gradgate.report import write_page
@@ -78,7 +78,7 @@ class Diagnosis:
     findings: tuple[Finding, ...] = ()
     exception: BaseException | None = None
     graph: Graph | None = field(default=None, hash=False)
-    layers: tuple[Layer, ...] = field(default=(), hash=False)
+    layers: tuple[Entry, ...] = field(default=(), hash=False)
 
     @property
     def healthy(self) -> bool:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import UninitializedParameter
@@ -29,62 +29,12 @@ INPUT = -1
 _MOST_EDGES = 2_000
 
 Norm = float | Literal["nan", "inf"] | None
+Ends = tuple[int, int]  # of an edge: indices in `modules`, or `INPUT` and `LOSS`
+Entry = dict[str, Any]  # what each holds is in docs/packages/doctor.md
+Graph = dict[str, list[Any]]
 
 
-class GraphModule(TypedDict):
-    """A module that ran or has parameters."""
-
-    name: str
-    kind: str
-    calls: int
-    parameters: int
-    frozen: int
-    gradient_norm: Norm
-    state: Literal["ok", "frozen", "no_gradient", "nonfinite"]
-
-
-class Cut(TypedDict):
-    """A line that cuts an edge: what flowed there is used, and no gradient comes back."""
-
-    code: str
-    where: str | None
-    source: str | None
-
-
-GraphEdge = TypedDict(
-    "GraphEdge", {"from": int, "to": int, "gradient_norm": Norm, "cut": Cut | None, "nonfinite": bool}
-)
-"""What flows from one module to another in the step; all calls of the two together.
-
-`from` and `to` are indices in `Graph.modules`; `from` is -1 for what comes from outside the modules, `to` is -2 for the
-loss. Only modules that call no other have edges; what is computed between them (a residual sum, a concatenation) is
-passed through, and so are modules that return the very tensor that they are given. `gradient_norm` is the 2-norm of
-the gradient of the tensors that `to` read, as it came back out of `to`; None if none came back or it could not be
-read. `nonfinite` says whether that gradient, or a value on its path to a bad loss, is NaN or infinite. At most 2,000
-edges are shown: of more, those between the nearest modules.
-"""
-
-
-class Graph(TypedDict):
-    """The modules of a step and what flowed between them."""
-
-    modules: list[GraphModule]
-    edges: list[GraphEdge]
-    nonfinite_path: list[int]
-
-
-class Layer(TypedDict):
-    """A parameter after the step. Those of lazy modules that never ran have neither shape nor values, and no layer."""
-
-    name: str
-    module: int | None
-    shape: list[int]
-    gradient_norm: Norm
-    weight_norm: Norm
-    learns: bool | Literal["part"]
-
-
-def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple[Layer, ...]]:
+def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple[Entry, ...]]:
     """Draw the graph of a step."""
     calls = Counter(id(call.module) for call in case.trace.calls)
     drawn = [(name, module) for name, module in case.names.named_modules() if calls[id(module)] or _own(module)]
@@ -100,12 +50,9 @@ def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple
     cuts = {f.where: f.code for f in reversed(findings) if f.where is not None and f.code.startswith(("GG1", "GG2"))}
     found = _Edges(case, indices, bad_values).find()
     edges = [_edge_entry(case, *ends, found[ends], cuts) for ends in _nearest(found, len(drawn))]
-    layers = [
-        _layer(case, name, parameter, owners.get(id(parameter)))
-        for name, parameter in case.parameters.items()
-        if not isinstance(parameter, UninitializedParameter)
-    ]
-    return Graph(modules=modules, edges=edges, nonfinite_path=path), tuple(layers)
+    initialized = {n: p for n, p in case.parameters.items() if not isinstance(p, UninitializedParameter)}
+    layers = tuple(_layer(case, name, p, owners.get(id(p))) for name, p in initialized.items())
+    return {"modules": modules, "edges": edges, "nonfinite_path": path}, layers
 
 
 def _own(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -127,49 +74,42 @@ def _gradient_norm(gradients: list[Gradient]) -> Norm:
     return _norm(math.hypot(*(0.0 if g.zero else g.norm for g in known))) if known else None
 
 
-def _module_entry(case: Case, name: str, module: torch.nn.Module, calls: int, spoiled: bool) -> GraphModule:
+def _module_entry(case: Case, name: str, module: torch.nn.Module, calls: int, spoiled: bool) -> Entry:
     own = [parameter for parameter in _own(module) if not isinstance(parameter, UninitializedParameter)]
     elements, frozen = sum(p.numel() for p in own), sum(frozen_elements(p) for p in own)
     norm = _gradient_norm([case.gradient(p) for p in own])
-    state: Literal["ok", "frozen", "no_gradient", "nonfinite"] = "ok"
+    state = "ok"
     if spoiled or isinstance(norm, str):
         state = "nonfinite"
     elif elements and frozen == elements:
         state = "frozen"
     elif elements and not any(case.gradient(p).present for p in own):
         state = "no_gradient"
-    return GraphModule(
-        name=name,
-        kind=type(module).__name__,
-        calls=calls,
-        parameters=elements,
-        frozen=frozen,
-        gradient_norm=norm,
-        state=state,
-    )
+    entry: Entry = {"name": name, "kind": type(module).__name__, "calls": calls, "parameters": elements}
+    return entry | {"frozen": frozen, "gradient_norm": norm, "state": state}
 
 
-def _nearest(edges: Iterable[tuple[int, int]], modules: int) -> list[tuple[int, int]]:
+def _nearest(edges: Iterable[Ends], modules: int) -> list[Ends]:
     """Return the ends of the edges in the order of modules; of too many, those between the nearest modules."""
 
-    def positions(ends: tuple[int, int]) -> tuple[int, int]:
+    def positions(ends: Ends) -> Ends:
         return ends[0], ends[1] if ends[1] != LOSS else modules
 
     near = sorted(sorted(edges, key=positions), key=lambda ends: abs(positions(ends)[1] - ends[0]))
     return sorted(near[:_MOST_EDGES], key=positions)
 
 
-def _edge_entry(case: Case, source: int, target: int, edge: Edge, codes: dict[str, str]) -> GraphEdge:
-    cut: Cut | None = None
+def _edge_entry(case: Case, source: int, target: int, edge: Edge, codes: dict[str, str]) -> Entry:
+    cut: Entry | None = None
     if edge.cut >= 0 and not edge.connected:
         where = cut_of(case, case.trace.ops[edge.cut]).where
         place, line = (where.text, where.source) if where is not None else (None, None)
-        cut = Cut(code=codes.get(place or "", "GG101"), where=place, source=line)
+        cut = {"code": codes.get(place or "", "GG101"), "where": place, "source": line}
     norm = _norm(math.hypot(*edge.norms)) if edge.norms else None
     return {"from": source, "to": target, "gradient_norm": norm, "cut": cut, "nonfinite": edge.nonfinite}
 
 
-def _layer(case: Case, name: str, parameter: torch.Tensor, module: int | None) -> Layer:
+def _layer(case: Case, name: str, parameter: torch.Tensor, module: int | None) -> Entry:
     gradient, frozen = case.gradient(parameter), frozen_elements(parameter)
     weight: float | None = gradient.weight_norm
     if not is_readable(parameter):
@@ -177,14 +117,9 @@ def _layer(case: Case, name: str, parameter: torch.Tensor, module: int | None) -
     elif math.isnan(gradient.weight_norm):
         with undispatched(), torch.no_grad():
             weight = norm_of(parameter)
-    return Layer(
-        name=name,
-        module=module,
-        shape=list(parameter.shape),
-        gradient_norm=_gradient_norm([gradient]),
-        weight_norm=_norm(weight),
-        learns=not frozen if frozen in (0, parameter.numel()) else "part",
-    )
+    norms = {"gradient_norm": _gradient_norm([gradient]), "weight_norm": _norm(weight)}
+    learns = not frozen if frozen in (0, parameter.numel()) else "part"
+    return {"name": name, "module": module, "shape": list(parameter.shape), **norms, "learns": learns}
 
 
 # --- edges: what flows between modules --------------------------------------------------------------------------------
@@ -207,12 +142,12 @@ class _Edges:
         self.case = case
         self.indices = indices
         self.bad_values = bad_values
-        self.edges: dict[tuple[int, int], Edge] = {}
+        self.edges: dict[Ends, Edge] = {}
         # By value: the modules that it comes from, each `LIVE`, `NEVER` or cut off, and the call that made it.
         self.origins: dict[int, tuple[dict[int, int], int]] = {}
         self._functions = {node_number(node): value for value, node in case.trace.rejoined.items()}
 
-    def find(self) -> dict[tuple[int, int], Edge]:
+    def find(self) -> dict[Ends, Edge]:
         trace = self.case.trace
         for number, op in enumerate(trace.ops):
             self.follow(number, op)

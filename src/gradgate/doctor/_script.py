@@ -66,17 +66,11 @@ class _Ended(BaseException):
 class Program:
     """What to run: a file, or a module as in `python -m`."""
 
-    name: str  # as it stands on the command line
     file: str
-    package: str | None
     folder: str
+    arguments: list[str]  # the part of a command line that names it
     code: Callable[[], types.CodeType]
-    spec: Any = None
-
-    @property
-    def arguments(self) -> list[str]:
-        """The part of a command line that names it."""
-        return [self.file] if self.package is None else ["-m", self.name]
+    spec: Any = None  # of a module
 
 
 def program_at(path: str | os.PathLike[str], module: bool) -> Program:
@@ -92,7 +86,7 @@ def program_at(path: str | os.PathLike[str], module: bool) -> Program:
         with io.open_code(str(file)) as opened:
             return compile(opened.read(), str(file), "exec")
 
-    return Program(str(file), str(file), None, str(file.parent), code)
+    return Program(str(file), str(file.parent), [str(file)], code)
 
 
 def _module_program(name: str) -> Program:
@@ -112,14 +106,13 @@ def _module_program(name: str) -> Program:
             why="a module is looked for as `python -m` does: from the working directory, then where packages are.",
             fix="gradgate doctor -m package.train --epochs 1     # from the folder that holds `package`",
         )
-    return Program(name, spec.origin, spec.parent, os.getcwd(), lambda: loader.get_code(spec.name), spec)
+    return Program(spec.origin, os.getcwd(), ["-m", name], lambda: loader.get_code(spec.name), spec)
 
 
 def run_main(program: Program, args: Sequence[str], main: types.ModuleType) -> tuple[int, BaseException | None, str]:
     """Run a program as Python does; return its exit code, what it raised and the message that it ended with."""
-    main.__dict__.update(
-        __file__=program.file, __builtins__=__builtins__, __package__=program.package, __spec__=program.spec
-    )
+    package = program.spec.parent if program.spec is not None else None
+    main.__dict__.update(__file__=program.file, __builtins__=__builtins__, __package__=package, __spec__=program.spec)
     saved = sys.argv, sys.path[0], sys.modules["__main__"]
     sys.argv, sys.path[0] = [program.file, *args], program.folder
     sys.modules["__main__"] = main
@@ -427,7 +420,7 @@ def _ending(timeout: float | None) -> Iterator[None]:
 
 def _module_hint(program: Program, raised: BaseException | None) -> str:
     """Return the command for a script with relative imports, which is a module of a package."""
-    if not isinstance(raised, ImportError) or "relative import" not in text_of(raised) or program.package is not None:
+    if not isinstance(raised, ImportError) or "relative import" not in text_of(raised) or program.spec is not None:
         return ""
     file = Path(program.file)
     parts, folder = [file.stem], file.parent

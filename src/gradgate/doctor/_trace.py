@@ -34,10 +34,6 @@ class Region(NamedTuple):
     stride: tuple[int, ...]
     size: int  # of an element
 
-    @property
-    def is_dense(self) -> bool:
-        return self.end - self.start == math.prod(self.shape) * self.size
-
     def mark(self, marks: torch.Tensor, low: int) -> torch.Tensor:
         """Return the part of the marks, one for each byte from `low` on, that it covers."""
         strides = [stride * self.size for stride in self.stride]
@@ -65,8 +61,6 @@ def overlaps(one: Region, other: Region) -> bool:
     """Return whether two tensors share at least one byte."""
     if not one.storage or one.storage != other.storage or max(one.start, other.start) >= min(one.end, other.end):
         return False
-    if one.is_dense and other.is_dense:
-        return True
     low, high = min(one.start, other.start), max(one.end, other.end)
     marks = torch.zeros(high - low, dtype=torch.bool)
     one.mark(marks, low).fill_(True)
@@ -77,10 +71,6 @@ def overlaps(one: Region, other: Region) -> bool:
 
 # Their results have no values yet, or the old ones.
 _SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_"}
-_KEEPS_ARGUMENTS = {
-    *("gt", "ge", "lt", "le", "eq", "ne", "pow", "pow_", "clamp", "clamp_min", "clamp_max", "native_batch_norm"),
-    *("cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "_to_copy", "to", "div", "div_"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +82,6 @@ class Operator:
     view: bool
     silent: bool
     shape_only: bool  # reads the shape, dtype and device of its inputs, not their values
-    keeps_arguments: bool
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
         """Yield the tensors that a call writes to."""
@@ -120,11 +109,12 @@ def operator_of(func: Any) -> Operator:
         view=not written and any(result.alias_info is not None for result in schema.returns),
         silent=name in _SILENT or (space not in ("aten", "prims") and not schema.returns),
         shape_only=space == "aten" and (name.endswith("_like") or name.startswith("new_")),
-        keeps_arguments=name in _KEEPS_ARGUMENTS,
     )
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
+
+INFERENCE = -2
 
 
 class Op(NamedTuple):
@@ -135,10 +125,11 @@ class Op(NamedTuple):
     module: torch.nn.Module | None
     call: int  # the innermost call in `Trace.calls`; -1 outside of all modules
     records: bool
-    switch: int  # the switch in `Trace.switches` that turned recording off; -1 for none
+    switch: int  # the switch in `Trace.switches` that turned recording off; -1 for none, or `INFERENCE`
     inputs: tuple[int, ...]  # codes
     outputs: tuple[int, ...]  # values
-    arguments: tuple[Any, ...]
+    numbers: tuple[float, ...]  # among its arguments
+    written_as: str = ""  # what the user wrote, if the operation does not show it
 
     @property
     def name(self) -> str:
@@ -159,7 +150,7 @@ class Op(NamedTuple):
         return [code >> 1 for code in self.inputs if code & 1]
 
 
-NO_OP = Op(Operator("", (), False, False, False, False), None, None, -1, True, -1, (), (), ())
+NO_OP = Op(Operator("", (), False, False, False), None, None, -1, True, -1, (), (), ())
 """What made a value that comes from outside the trace."""
 
 
@@ -209,12 +200,15 @@ class Switch(NamedTuple):
     by: str
 
 
+Stage = Literal["forward", "backward", "arrived"]
+
+
 @dataclass(slots=True)
 class BadValue:
     """A NaN or an infinity, where it was produced or came in."""
 
     kind: Kind
-    stage: Literal["forward", "backward", "arrived"]
+    stage: Stage
     op: int
     value: int
     rows: tuple[int, ...]
@@ -233,12 +227,14 @@ class ZeroGradient(NamedTuple):
     node_name: str
 
 
+OPTIMIZER_STEP = "optimizer.step()"
+
+
 class Write(NamedTuple):
     clock: int
     region: Region
-    name: str
+    name: str  # of the operation, or `OPTIMIZER_STEP`
     location: Location | None
-    by_optimizer: bool
 
 
 class Saved(NamedTuple):
@@ -342,9 +338,10 @@ class Raised(NamedTuple):
     """A call of torch that raised, and the values that it was given; it is an error if the user did not catch it."""
 
     text: str
-    values: tuple[int, ...]
     location: Location | None
     backward: int
+    values: tuple[int, ...] = ()
+    inference: Location | None = None  # the line that made one of them in inference mode, perhaps many steps ago
     severity: Severity = "warning"
 
 
@@ -357,7 +354,7 @@ class Trace:
     escapes: list[Escape] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     bad: list[BadValue] = field(default_factory=list)
-    spoiled: set[int] = field(default_factory=set)  # the values that are not finite
+    spoiled: dict[int, Kind] = field(default_factory=dict)  # the values that are not finite
     calls: list[Call] = field(default_factory=list)
     paths: list[GradientPath] = field(default_factory=list)
     zeros: list[ZeroGradient] = field(default_factory=list)
@@ -365,7 +362,6 @@ class Trace:
     backwards: list[Backward] = field(default_factory=list)
     optimizer_steps: list[OptimizerStep] = field(default_factory=list)
     rejoined: dict[int, Any] = field(default_factory=dict)  # results of autograd Functions, with their nodes
-    inference_values: dict[int, Location | None] = field(default_factory=dict)
     op_number_of_node: dict[int, int] = field(default_factory=dict)
     raised: list[Raised] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)  # the outermost ones that were called

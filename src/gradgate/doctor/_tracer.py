@@ -18,7 +18,7 @@ from functools import partial
 from itertools import takewhile
 from traceback import walk_stack
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -48,7 +48,9 @@ from gradgate._torch_private import (
 )
 from gradgate.doctor import _numerics as numerics
 from gradgate.doctor._trace import (
+    INFERENCE,
     LOSS,
+    OPTIMIZER_STEP,
     Backward,
     BadValue,
     Call,
@@ -61,6 +63,7 @@ from gradgate.doctor._trace import (
     Overwrite,
     Raised,
     Saved,
+    Stage,
     Switch,
     Trace,
     Values,
@@ -91,10 +94,10 @@ class Saving:
         """Begin a new trace; a backward pass of the next step may still need what this one wrote to."""
         self._older, self._writes = self._writes, defaultdict(list)
 
-    def log_write(self, tensor: torch.Tensor, name: str, location: Location | None, by_optimizer: bool) -> None:
+    def log_write(self, tensor: torch.Tensor, name: str, location: Location | None) -> None:
         self._clock += 1
         region = region_of(tensor)
-        self._writes[region.storage].append(Write(self._clock, region, name, location, by_optimizer))
+        self._writes[region.storage].append(Write(self._clock, region, name, location))
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         # A result that its own node holds would never be freed, so a detached tensor is kept; it shares memory and
@@ -171,29 +174,19 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 # --- the first non-finite result in forward ---------------------------------------------------------------------------
 
 
-class Mark(NamedTuple):
-    """The kind of bad value that a piece of memory holds, and which value it is."""
-
-    kind: numerics.Kind
-    value: int
-
-
 class NonfiniteTracker:
     """Checks the results of operations."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
-        self.marks: dict[int, Mark] = {}
+        self.marks: dict[int, int] = {}  # by memory: the bad value that it holds
 
-    def check(
-        self,
-        op: Op,
-        arguments: tuple[Any, ...],
-        inputs: list[torch.Tensor],
-        results: list[torch.Tensor],
-        before: list[Mark | None],
-    ) -> None:
-        """Check the results of the newest operation; `before` has their marks if it wrote to them in place."""
+    def mark(self, storage: int, value: int, kind: numerics.Kind) -> None:
+        self.marks[storage] = value
+        self.tracer.trace.spoiled[value] = kind
+
+    def check(self, op: Op, inputs: list[_Tensor], results: list[_Tensor], before: set[numerics.Kind]) -> None:
+        """Check the results of the newest operation; `before` has what they held if it wrote to them in place."""
         trace, written = self.tracer.trace, bool(op.operator.written)
         for tensor, value in zip(results, op.outputs, strict=True):
             if not numerics.is_readable(tensor):
@@ -207,29 +200,34 @@ class NonfiniteTracker:
             # The running statistics of a batch norm are among its inputs, and have been written to by now.
             read = [x for x in inputs if not written or all(x is not other for other in results)]
             if not self._is_inherited(kind, read[:3] if "batch_norm" in op.name else read, before):
-                infinite = any(isinstance(x, float) and not math.isfinite(x) for x in arguments)
-                deliberate = kind == "inf" and infinite  # as a mask is filled with -inf
-                detail = numerics.inputs_at(tensor, inputs if not written else ()) if not deliberate else ""
-                shape, rows = tuple(tensor.shape), numerics.bad_rows(tensor)
-                number = len(trace.ops) - 1
-                trace.bad.append(BadValue(kind, "forward", number, value, rows, shape, detail, deliberate))
-            self.marks[storage] = Mark(kind, value)
-            trace.spoiled.add(value)
+                bad = _bad_value(tensor, kind, "forward", len(trace.ops) - 1, value)
+                # As a mask is filled with -inf.
+                bad.deliberate = kind == "inf" and not all(map(math.isfinite, op.numbers))
+                bad.detail = numerics.inputs_at(tensor, inputs if not written else ()) if not bad.deliberate else ""
+                trace.bad.append(bad)
+            self.mark(storage, value, kind)
 
-    def _is_inherited(self, kind: str, inputs: list[torch.Tensor], before: list[Mark | None]) -> bool:
+    def kind_of(self, tensor: torch.Tensor) -> numerics.Kind | None:
+        """Return what the memory of a tensor is known to hold."""
+        return self.tracer.trace.spoiled.get(self.marks.get(storage_of(tensor), -1))
+
+    def _is_inherited(self, kind: str, inputs: list[torch.Tensor], before: set[numerics.Kind]) -> bool:
         """Return whether an input was bad in the same way already, and record what came in from outside."""
         trace = self.tracer.trace
-        kinds = {mark.kind for mark in before if mark is not None}
+        kinds = set(before)
         for tensor in inputs:
-            storage = storage_of(tensor)
-            found = self.marks[storage].kind if storage in self.marks else None
+            found = self.kind_of(tensor)
             if found is None and numerics.is_suspicious(tensor) and (found := numerics.bad_kind(tensor)) is not None:
-                value, rows, shape = self.tracer.values.of(tensor), numerics.bad_rows(tensor), tuple(tensor.shape)
-                trace.bad.append(BadValue(found, "arrived", len(trace.ops) - 1, value, rows, shape))
-                self.marks[storage] = Mark(found, value)
+                value = self.tracer.values.of(tensor)
+                trace.bad.append(_bad_value(tensor, found, "arrived", len(trace.ops) - 1, value))
+                self.mark(storage_of(tensor), value, found)
             if found is not None:
                 kinds.add(found)
         return kind in kinds or "nan" in kinds
+
+
+def _bad_value(tensor: torch.Tensor, kind: numerics.Kind, stage: Stage, op: int, value: int = -1) -> BadValue:
+    return BadValue(kind, stage, op, value, numerics.bad_rows(tensor), tuple(tensor.shape))
 
 
 # --- the tracer -------------------------------------------------------------------------------------------------------
@@ -270,7 +268,7 @@ class Tracer(DispatchMode):
         self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Location | None]] = {}
         self._late_backward: Backward | None = None
         self._step_frame: FrameType | None = None
-        self._dormant = self._stepping = False
+        self._dormant = self._hidden = False
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -297,22 +295,19 @@ class Tracer(DispatchMode):
         self.trace.recording_at_start = torch.is_grad_enabled()
         self.active = True
         if not self._dormant:
-            self._enter_modes()
+            self.__enter__()
+            self._calls.__enter__()  # type: ignore[no-untyped-call]
         self._dormant = False
 
     def pause(self) -> None:
         """Stop tracing; it may be called again if an interrupt broke it off."""
         self.active = False
         self.trace.recording_at_end = torch.is_grad_enabled()
-        self._dormant = self._step_frame is None and not self.can_pause()
+        self._dormant = not self.can_pause()
         self._leave_modes()
-        self._step_frame = None
+        self._step_frame, self._hidden = None, False
         del self.running[1:]
         pop_saved_tensors_hooks(self.saving.pack)
-
-    def _enter_modes(self) -> None:
-        self.__enter__()
-        self._calls.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_modes(self) -> None:
         for mode in (self._calls, self):
@@ -350,7 +345,7 @@ class Tracer(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
         kwargs = kwargs or {}
-        if not self.active:
+        if not self.active or self._hidden:
             return func(*args, **kwargs)
         if inside_forward_mode():  # tangents may have no memory at all; nothing here is for backward
             self.trace.functional = True
@@ -371,7 +366,7 @@ class Tracer(DispatchMode):
         inputs = [tensor for a in arguments for tensor in tensors_in(a)] if not operator.shape_only else []
         codes = [code for tensor in inputs for code in self.values.read(tensor)]
         written = list(operator.targets(args, kwargs))
-        bad_before = [self.nonfinite.marks.get(storage_of(target)) for target in written]
+        bad_before = {kind for target in written if (kind := self.nonfinite.kind_of(target)) is not None}
         result = func(*args, **kwargs)
         location = self.location or self.here()
         if len(self.trace.ops) >= _MOST_OPERATIONS:  # so many operations without a step: there is none to explain
@@ -384,14 +379,16 @@ class Tracer(DispatchMode):
             connected = records and operator.name != "detach" and any(code & 1 for code in codes)
             results = list(tensors_in(result))
             outputs = self._log_results(operator, results, connected, location)
-        kept = (self.call,) if self.call else ()
-        if not kept and operator.keeps_arguments:
-            kept = tuple(a for a in arguments if not isinstance(a, (_Tensor, list, tuple)))
         switch = self.off_switch if not records else -1
-        op = Op(operator, location, *self.running[-1], records, switch, tuple(codes), tuple(outputs), kept)
+        if switch < 0 and torch.is_inference_mode_enabled():
+            switch = INFERENCE
+        numbers = tuple(a for a in arguments if isinstance(a, (int, float)))
+        module, call = self.running[-1]
+        read, made = tuple(codes), tuple(outputs)
+        op = Op(operator, location, module, call, records, switch, read, made, numbers, self.call)
         trace.ops.append(op)
         if not operator.view and not operator.silent:
-            self.nonfinite.check(op, arguments, inputs, results, bad_before)
+            self.nonfinite.check(op, inputs, results, bad_before)
         if written and node is None and self._updates_by_hand(written):
             trace.updated_by_hand = location
             self.before_step(None)
@@ -400,7 +397,7 @@ class Tracer(DispatchMode):
 
     def _updates_by_hand(self, written: Iterable[torch.Tensor]) -> bool:
         """Return whether a write after backward changes a leaf that has a gradient: an update without an optimizer."""
-        if self._stepping or not self.trace.backwards or self.trace.runs_backward:
+        if self._step_frame is not None or not self.trace.backwards or self.trace.runs_backward:
             return False
         leaves = [root.tensor for root in self.trace.roots.values() if root.leaf and root.requires_grad]
         updated = {storage_of(leaf) for leaf in leaves if leaf is not None and leaf.grad is not None} - {0}
@@ -414,13 +411,12 @@ class Tracer(DispatchMode):
         if not connected:
             values.unconnected.update(outputs)
             if not torch.is_grad_enabled() and torch.is_inference_mode_enabled():
-                self.trace.inference_values.update(dict.fromkeys(outputs, location))
                 self._made_in_inference.update((id(x), (weakref.ref(x), location)) for x in results)
         return outputs
 
     def _log_writes(self, operator: Operator, written: list[torch.Tensor], location: Location | None) -> list[int]:
         for target in written:
-            self.saving.log_write(target, operator.name, location, by_optimizer=False)
+            self.saving.log_write(target, operator.name, location)
             if operator.name in ("zero_", "_foreach_zero_"):
                 self.reuse.zero(target)
                 self.cleared = location
@@ -438,11 +434,10 @@ class Tracer(DispatchMode):
         """Record a call that raised, whether the user catches it or not."""
         tensors = [x for x in args if isinstance(x, _Tensor)]
         values = tuple(self.values.of(x) for x in tensors)
-        for tensor, value in zip(tensors, values, strict=True):
-            made = self._made_in_inference.get(id(tensor))
-            if made is not None and made[0]() is tensor:  # perhaps many steps ago
-                self.trace.inference_values[value] = made[1]
-        self.trace.raised.append(Raised(text_of(error), values, self.here(), len(self.trace.backwards) - 1))
+        made = [self._made_in_inference.get(id(x), (lambda: None, None)) for x in tensors]
+        inference = next((where for (tensor, where), x in zip(made, tensors, strict=True) if tensor() is x), None)
+        passes = len(self.trace.backwards)
+        self.trace.raised.append(Raised(text_of(error), self.here(), passes - 1, values, inference))
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -478,8 +473,7 @@ class Tracer(DispatchMode):
         """Trace again if an optimizer raised in its step and the user went on."""
         step = self._step_frame
         if step is not None and all(frame is not step for frame, _ in walk_stack(sys._getframe(1))):
-            self._step_frame, self._stepping = None, False
-            self._enter_modes()
+            self._step_frame, self._hidden = None, False
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.active:
@@ -495,22 +489,15 @@ class Tracer(DispatchMode):
         passes = len(self.trace.backwards)
         self.trace.optimizer_steps.append(OptimizerStep(optimizer, location, passes, idle, again, old, self.cleared))
         self.before_step(optimizer)
-        self._stepping = True
         # A closure runs the user's own code inside the step; without one there is nothing to see but the writes.
-        if closure or not self.can_pause():
-            return
-        self._leave_modes()
-        self._step_frame = sys._getframe(1)
-        for parameter in parameters:
+        self._step_frame, self._hidden = sys._getframe(1), not closure
+        for parameter in parameters if self._hidden else ():
             if parameter.grad is not None:
-                self.saving.log_write(parameter, "optimizer.step()", location, by_optimizer=True)
+                self.saving.log_write(parameter, OPTIMIZER_STEP, location)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping = False
-        if self._step_frame is sys._getframe(1):
-            self._step_frame = None
-            self._enter_modes()
-        if self.active and self._step_frame is None:
+        if self.active and self._step_frame is sys._getframe(1):
+            self._step_frame, self._hidden = None, False
             self.after_step(optimizer)
 
 
@@ -521,7 +508,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer, kwargs = self.tracer, kwargs or {}
-        if not tracer.active:
+        if not tracer.active or tracer._hidden:
             return func(*args, **kwargs)
         tracer.location = None
         tracer.trace.functional |= inside_functorch()
@@ -563,7 +550,7 @@ def _detach_in_place(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: d
     result = func(*args, **kwargs)
     value = values.write(args[0])
     values.unconnected.add(value)
-    op = Op(_DETACH, tracer.here(), *tracer.running[-1], True, -1, (code,), (value,), ("detach",))
+    op = Op(_DETACH, tracer.here(), *tracer.running[-1], True, -1, (code,), (value,), (), "detach")
     tracer.trace.ops.append(op)
     return result
 
@@ -734,10 +721,10 @@ class _NodeHook:
             if kind is None:
                 return
             saved = saved_tensors_of(current_node()).values()
-            marks = [self.tracer.nonfinite.marks.get(storage_of(x)) for x in saved]
-            bad = BadValue(kind, "backward", op, -1, numerics.bad_rows(tensor), tuple(tensor.shape))
+            marks = [self.tracer.nonfinite.marks.get(storage_of(x), -1) for x in saved]
+            bad = _bad_value(tensor, kind, "backward", op)
             bad.detail, bad.node_name = numerics.inputs_at(tensor, saved), self.name
-            bad.from_value = next((mark.value for mark in marks if mark is not None), -1)
+            bad.from_value = next((value for value in marks if value >= 0), -1)
             bad.backward = len(trace.backwards) - 1
             trace.bad.append(bad)
 

@@ -34,9 +34,6 @@ Result = TypeVar("Result")
 # --- the state that a step starts from --------------------------------------------------------------------------------
 
 
-_Copies = tuple[list[torch.Tensor], BufferCopies]
-
-
 class StepSnapshot:
     """The state of a model and its surroundings before a step."""
 
@@ -45,23 +42,29 @@ class StepSnapshot:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._buffers: _Copies = [], BufferCopies([])
-        self._weights: dict[torch.optim.Optimizer, _Copies] = {}
+        # By owner, the model or an optimizer: what it has, and the copies.
+        self._copies: dict[object, tuple[list[torch.Tensor], BufferCopies]] = {model: ([], BufferCopies([]))}
         self._written: list[torch.optim.Optimizer] = []
         self._random = RandomState(parameter.device for parameter in model.parameters())
         self.states: dict[torch.optim.Optimizer, dict[str, Any]] = {}  # of those that a replayed step uses
 
     def take(self) -> None:
-        self._buffers = _copied(list(self._model.buffers()), self._buffers)
+        self._copy(self._model, list(self._model.buffers()))
         self._random.remember()
         self._written = []
 
     def before_write(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the weights that an optimizer is about to write to for the first time in this step."""
-        if optimizer in self._written:
-            return
-        self._weights[optimizer] = _copied(parameters_of(optimizer), self._weights.get(optimizer))
-        self._written.append(optimizer)
+        if optimizer not in self._written:
+            self._copy(optimizer, parameters_of(optimizer))
+            self._written.append(optimizer)
+
+    def _copy(self, owner: object, tensors: list[torch.Tensor]) -> None:
+        """Copy tensors to where they were copied before, if they are the same ones."""
+        if owner not in self._copies or list(map(id, tensors)) != list(map(id, self._copies[owner][0])):
+            self._copies[owner] = tensors, BufferCopies(tensors)
+        with torch.no_grad():
+            self._copies[owner][1].take()
 
     def rewound(self, function: Callable[[], Result]) -> Result:
         """Run a function from the state before the step, and return to the present state after it."""
@@ -88,9 +91,8 @@ class StepSnapshot:
             modes.restore()
 
         try:
-            for optimizer in reversed(self._written):
-                self._weights[optimizer][1].put_back()
-            self._buffers[1].put_back()
+            for owner in (*reversed(self._written), self._model):
+                self._copies[owner][1].put_back()
             for parameter in parameters:
                 parameter.grad = None
             self._random.restore()
@@ -99,15 +101,6 @@ class StepSnapshot:
         finally:
             to_the_end(come_back)
             self.states.clear()
-
-
-def _copied(tensors: list[torch.Tensor], before: _Copies | None) -> _Copies:
-    """Copy tensors to where they were copied before, if they are the same ones."""
-    if before is None or list(map(id, tensors)) != list(map(id, before[0])):
-        before = tensors, BufferCopies(tensors)
-    with torch.no_grad():
-        before[1].take()
-    return before
 
 
 _check = FiniteCheck()
@@ -315,16 +308,16 @@ class Watch:
 
     def _check(self, parameters: Iterable[torch.Tensor]) -> None:
         self._checked = True
-        held = [parameter for parameter in parameters if parameter.grad is not None]
-        if self._ranks.any(not all_finite(parameter.grad for parameter in held if parameter.grad is not None)):
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        if self._ranks.any(not all_finite(gradient for _, gradient in gradients)):
             if self._replaying:
                 raise _Seen
-            self._bad(held)
+            self._bad(gradients)
 
-    def _bad(self, held: list[torch.Tensor]) -> None:
+    def _bad(self, gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.bad_steps += 1
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        own = [names.get(id(p), describe(p)) for p in held if p.grad is not None and bad_kind(local_values(p.grad))]
+        own = [names.get(id(p), describe(p)) for p, gradient in gradients if bad_kind(local_values(gradient))]
         found = self._ranks.union(own)
         bad = [name for name in names.values() if name in found] + [name for name in own if name not in names.values()]
         # Backward comes from the loss, so the last layer that is bad was bad first.
@@ -342,7 +335,7 @@ class Watch:
             warnings.warn(BadStepWarning(f"{what}\nWhy: {why}\nFix: {fix}"), stacklevel=user_level())
         if self._on_bad == "skip":
             # Every optimizer leaves a parameter without gradient alone: bit for bit, with its momentum.
-            for parameter in held:
+            for parameter, _ in gradients:
                 parameter.grad = None
 
     def _replay(self, step_fn: Callable[[], Any]) -> Diagnosis:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gradgate._source import Location, locate_traceback
 from gradgate._text import text_of
 from gradgate.doctor._case import Case, finding_at
-from gradgate.doctor._trace import Overwrite, Trace
+from gradgate.doctor._trace import OPTIMIZER_STEP, Overwrite, Trace
 from gradgate.records import Finding
 
 # --- in-place writes --------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def find_overwrites(case: Case) -> Iterator[Finding]:
         headline = f"{what} overwrites a tensor that backward still needs"
         reason = f"{whose} saved a tensor of shape {tuple(saved.tensor.shape)} for backward"
         fix = f"{_REWRITES.get(write.name, 'h = gg.at(h)[index].set(value)')}     # a new tensor"
-        if write.by_optimizer:
+        if write.name == OPTIMIZER_STEP:
             fix = "loss.backward() before optimizer.step()     # each graph is walked before its weights change"
         if silent:
             headline = f"error GG602: {headline}, and torch does not notice: the gradient is wrong"
@@ -107,13 +107,10 @@ def find_inference_tensors(case: Case) -> Iterator[Finding]:
     error = case.error("nference tensor")
     if error is None:
         return
-    used, made, name = error.location, None, None
-    for value in error.values:
-        root = case.trace.roots.get(value)
-        if value in case.trace.inference_values:
-            made = case.trace.inference_values[value]
-        elif root is not None and root.inference:
-            name = case.names.of_tensor(root.tensor) if root.tensor is not None else None
+    used, made = error.location, error.inference
+    roots = [case.trace.roots.get(value) for value in error.values]
+    tensors = [root.tensor for root in roots if root is not None and root.inference and root.tensor is not None]
+    name = case.names.of_tensor(tensors[-1]) if tensors and made is None else None
     what = f"`{name}`" if name else f"what `{made.expression}` made" if made is not None else "a tensor"
     headline = f"{error.severity} GG804: {what} was made in inference mode and is used in training"
     reason = "Tensors made in inference mode can never be part of a graph. It is used at "

@@ -18,7 +18,7 @@ from gradgate._text import text_of
 from gradgate._torch_private import undispatched
 from gradgate.doctor._case import Case, Unused, finding_at, module_of_names
 from gradgate.doctor._numerics import is_readable, norm_of
-from gradgate.doctor._trace import Escape, Freeze, Op, ZeroGradient
+from gradgate.doctor._trace import INFERENCE, Escape, Freeze, Op, ZeroGradient
 from gradgate.doctor._tracer import parameters_of
 from gradgate.records import Finding, Severity
 
@@ -334,8 +334,8 @@ def cut_of(case: Case, op: Op) -> CutPoint:
     """Return how an operation cuts."""
     if not op.records:
         return _unrecorded(case, op)
-    if op.arguments and op.arguments[0] in _CUTS:
-        kind = op.arguments[0]
+    if op.written_as in _CUTS:
+        kind = op.written_as
     elif op.name in ("detach", "detach_"):
         kind = "detach"
     elif op.name in _COMPARISONS or op.name.startswith("logical_"):
@@ -358,7 +358,7 @@ def _unrecorded(case: Case, op: Op) -> CutPoint:
             # A decorator: the line that called the decorated function is not the line that cuts.
             begun = region_header(where, ("no_grad", "set_grad_enabled", "inference_mode")) or begun
         return CutPoint("no_grad", begun, where)
-    if any(value in case.trace.inference_values for value in op.outputs):
+    if op.switch == INFERENCE:
         header = region_header(where, ("inference_mode",)) if where is not None else None
         return CutPoint("inference_mode", header or where, where)
     return CutPoint("function" if case.trace.recording_at_start else "off", where)

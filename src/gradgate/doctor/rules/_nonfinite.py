@@ -220,8 +220,7 @@ def _risky(flow: Flow, value: int, path: tuple[int, ...], depth: int) -> Iterato
 
 def _is_risky(op: Op, name: str) -> bool:
     if name == "pow":
-        exponents = [a for a in op.arguments if isinstance(a, (int, float))]
-        return bool(exponents) and (exponents[0] < 0 or exponents[0] % 1 != 0) and bool(op.inputs[0] & 1)
+        return bool(op.numbers) and (op.numbers[0] < 0 or op.numbers[0] % 1 != 0) and bool(op.inputs[0] & 1)
     if name == "div":
         return len(op.inputs) > 1 and bool(op.connected_sources)
     return bool(op.inputs) and bool(op.inputs[0] & 1)
@@ -232,7 +231,7 @@ def _guards(flow: Flow, test: Op, risky: Op, path: tuple[int, ...]) -> bool:
     name = risky.name.removesuffix("_")
     read = risky.sources[1 if name == "div" else 0]
     tested = {flow.bare_value(source) for source in test.sources}
-    limits = [a for a in test.arguments if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    limits = [number for number in test.numbers if not isinstance(number, bool)]
     if test.name in _ASKING or not all(map(math.isfinite, limits)) or len(test.inputs) > 1:
         # `isfinite(y)`, which is `y == y` and `abs(y) != inf`: a question about the result.
         return bool(tested & {flow.bare_value(value) for value in (*path, read)})

@@ -96,7 +96,7 @@ def _moves_statistics(case: Case, op: Op) -> bool:
     if op.records or op.name not in _BATCH_NORMS or not isinstance(module, BATCHNORMS):
         return False
     # Another momentum than its own is a recalibration (`update_bn`), and meant.
-    learns = True in op.arguments and module.track_running_stats and module.momentum in op.arguments
+    learns = True in op.numbers and module.track_running_stats and module.momentum in op.numbers
     return bool(learns) and not case.flow.is_inside_function(op)
 
 
