@@ -42,7 +42,7 @@ class ParsedIndex(NamedTuple):
         """Apply the basic part: a view, unless something runs backwards; if an int missed, only the shape is right."""
         if self.missed:
             x = x.new_zeros(()).expand([1 if dim in self.missed else size for dim, size in enumerate(x.shape)])
-        view = x[self.basic]
+        view = x[self.basic] if self.basic else x
         return view.flip(self.backwards) if self.backwards else view
 
     def write(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -71,6 +71,8 @@ def check_mode(mode: str) -> None:
 
 
 def read(index: Any, shape: Sequence[int], device: torch.device, mode: str) -> ParsedIndex:
+    if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.device == device and len(shape):
+        return ParsedIndex((), (), (AdvancedIndex(0, 0, index),), ())  # the commonest one, at once
     items = [_as_item(item, device) for item in (index if isinstance(index, tuple) else (index,))]
     basic: list[Any] = []
     backwards: list[int] = []
@@ -225,7 +227,8 @@ def as_value(value: Any, x: torch.Tensor, *, function: str) -> torch.Tensor:
     if value.device != x.device and (value.dim() or value.device.type != "cpu"):
         what = f"{function}: the value is on {value.device}, x is on {x.device}."
         raise ArgumentValueError(what, why="moving it here would copy in every call.", fix="v.to(x.device)")
-    written: torch.Tensor = value.to(x.device, x.dtype)
+    same = value.dtype is x.dtype and value.device == x.device
+    written: torch.Tensor = value if same else value.to(x.device, x.dtype)
     return written
 
 
@@ -251,6 +254,8 @@ def _kind(dtype: torch.dtype) -> int:
 def fit(
     value: torch.Tensor, shape: Sequence[int], *, function: str, spoken: Sequence[object] | None = None
 ) -> torch.Tensor:
+    if value.shape == shape:
+        return value
     given = tuple(value.shape)
     while value.dim() > len(shape) and value.shape[0] == 1:
         value = value[0]  # as in torch's own assignment

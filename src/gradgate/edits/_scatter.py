@@ -39,7 +39,7 @@ class Scatter:
         self.count = math.prod(self.entries)
         self.front = _front(self.advanced, view.dim())
         self.unique = (unique and mode == "raise") or self.count <= 1
-        self.indices = [one.tensor.expand(self.entries).reshape(-1) for one in self.advanced]
+        self.indices = [_flat(one.tensor, self.entries) for one in self.advanced]
         self.inside: torch.Tensor | None = None
         if mode == "drop":
             self.inside = torch.ones(self.count, dtype=torch.bool, device=view.device)
@@ -55,14 +55,15 @@ class Scatter:
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
         """Turn a value of that shape into one row for each entry."""
-        return _moved(value, self.front, 0, len(self.entries)).reshape([self.count, *self.block])
+        moved = _moved(value, self.front, 0, len(self.entries))
+        return moved if len(self.entries) == 1 else moved.reshape([self.count, *self.block])
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """Turn one row for each entry into that shape again."""
         return _moved(rows.reshape([*self.entries, *self.block]), 0, self.front, len(self.entries))
 
     def take(self, view: torch.Tensor) -> torch.Tensor:
-        return view.permute(self.order)[tuple(self.indices)]
+        return _permuted(view, self.order)[tuple(self.indices)]
 
     def put(self, view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return a new view with the speakers' rows in their places."""
@@ -176,14 +177,20 @@ class Scatter:
         return less
 
     def _write(self, view: torch.Tensor, rows: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-        new = view.permute(self.order).index_put(tuple(self.indices), rows, accumulate=accumulate)
-        return new.permute([self.order.index(dim) for dim in range(view.dim())])
+        new = _permuted(view, self.order).index_put(tuple(self.indices), rows, accumulate=accumulate)
+        return _permuted(new, [self.order.index(dim) for dim in range(view.dim())])
 
     def alone(self) -> bool:
         """Whether surely no place is named twice; reads the index only where that waits for nothing, on the CPU."""
-        if not self.unique and 0 not in self.sizes and _kernels.usable(*self.indices):
+        if self.unique or 0 in self.sizes or not self.indices[0].is_cpu:
+            return self.unique
+        if _kernels.usable(*self.indices):
             key = self.indices[0] if len(self.indices) == 1 else self._key()
             self.unique = not _kernels.repeats(key, math.prod(self.sizes))
+        elif has_data(*self.indices):
+            key, number = self._key(), torch.arange(self.count)
+            owner = key.new_empty(math.prod(self.sizes)).scatter_(0, key, number)
+            self.unique = torch.equal(owner.gather(0, key), number)
         return self.unique
 
     def _key(self) -> torch.Tensor:
@@ -203,6 +210,14 @@ def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
+def _flat(tensor: torch.Tensor, entries: tuple[int, ...]) -> torch.Tensor:
+    return tensor if len(entries) == 1 and tensor.shape == entries else tensor.expand(entries).reshape(-1)
+
+
+def _permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    return tensor if order == sorted(order) else tensor.permute(order)
+
+
 def _moved(tensor: torch.Tensor, start: int, end: int, width: int) -> torch.Tensor:
     if start == end:
         return tensor
@@ -211,6 +226,8 @@ def _moved(tensor: torch.Tensor, start: int, end: int, width: int) -> torch.Tens
 
 def _as_index_tensors(advanced: Sequence[AdvancedIndex]) -> list[AdvancedIndex]:
     """Return masks as index tensors, one for each of their dimensions."""
+    if not any(one.is_mask for one in advanced):
+        return list(advanced)
     found = []
     for one in advanced:
         tensors = one.tensor.nonzero(as_tuple=True) if one.is_mask else [one.tensor]
@@ -231,6 +248,8 @@ def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 def _front(advanced: Sequence[AdvancedIndex], width: int) -> int:
     """Count the other dimensions before the entries in `view[index]`."""
+    if len(advanced) == 1:
+        return advanced[0].dim
     # An index tensor without dimensions chooses like an int: its dimension is gone already.
     kept = [dim for dim in range(width) if dim not in (one.dim for one in advanced if not one.tensor.dim())]
     spots = [kept.index(one.dim) for one in advanced if one.tensor.dim()]
@@ -308,11 +327,12 @@ def called(fn: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, x: 
 
 
 def check_kind(name: str, x: torch.Tensor, function: str) -> None:
-    exact = not (x.is_floating_point() or x.is_complex())
-    for names, wrong, why, fix in (
-        ("min max", x.is_complex(), "complex numbers have no order.", "abs"),
-        ("divide", exact, "a quotient is no integer, and the result keeps the dtype of x.", "float"),
-        ("subtract power", x.dtype is torch.bool, "torch does not define it for booleans.", "long"),
-    ):
-        if wrong and name in names.split():
-            raise ArgumentTypeError(f"{function}: `x` is {describe(x)}.", why=why, fix=f"gg.at(x.{fix}())")
+    if name in ("min", "max") and x.is_complex():
+        why, fix = "complex numbers have no order.", "abs"
+    elif name == "divide" and not (x.is_floating_point() or x.is_complex()):
+        why, fix = "a quotient is no integer, and the result keeps the dtype of x.", "float"
+    elif name in ("subtract", "power") and x.dtype is torch.bool:
+        why, fix = "torch does not define it for booleans.", "long"
+    else:
+        return
+    raise ArgumentTypeError(f"{function}: `x` is {describe(x)}.", why=why, fix=f"gg.at(x.{fix}())")
