@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import cycle, islice, pairwise
@@ -551,7 +551,7 @@ class Recovery:
         self.refuse = refuse  # None where all ranks decide together
         self.compiled = anything_compiled() or any(map(is_compiled, self.state.modules))
         if isinstance(trial, LossTrial) and trial.scaler is not None:
-            self.probe = replace(trial, scaler=None, faults=[])
+            self.probe = LossTrial(trial.function, self.state, trial.check, trial.catch, accumulate=trial.accumulate)
         self.outcome = Outcome()
         self.kept = list(range(size))
         self.dropped: list[Blame] = []
