@@ -124,13 +124,14 @@ def _with_suggestions(function: FunctionType, shown: str) -> FunctionType:
     if kind.VAR_POSITIONAL not in kinds:
         given.insert(len(positional), "*_more")
         wrong.append("_more")
-    source = (
+    called = function.__name__
+    source = "\n" * (function.__code__.co_firstlineno - 5) + (  # tracebacks show the line of the function itself
         f"def make(_function, _default, _empty, _refuse):\n"
-        f"    def call({', '.join(given)}, **_unknown):\n"
+        f"    def {called}({', '.join(given)}, **_unknown):\n"
         f"        if {' or '.join(wrong)}:\n"
         f"            _refuse(_unknown, locals())\n"
         f"        return _function({', '.join(handed)})\n"
-        f"    return call"
+        f"    return {called}"
     )
     made: dict[str, Callable[..., FunctionType]] = {}
     exec(compile(source, function.__code__.co_filename, "exec"), function.__globals__, made)
