@@ -60,6 +60,8 @@ def overlaps(one: Region, other: Region) -> bool:
     """Return whether two tensors share at least one byte."""
     if not one.storage or one.storage != other.storage or max(one.start, other.start) >= min(one.end, other.end):
         return False
+    if all(r.end - r.start == math.prod(r.shape) * r.size for r in (one, other)):
+        return True  # dense, as whole weights are
     low, high = min(one.start, other.start), max(one.end, other.end)
     marks = torch.zeros(high - low, dtype=torch.bool)  # one for each byte
     mine, others = (marks.as_strided((*r.shape, r.size), r.strides_in_bytes, r.start - low) for r in (one, other))
