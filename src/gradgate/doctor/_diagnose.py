@@ -118,8 +118,11 @@ class History:
         if never_updated and any(id(p) in learned for optimizer in live_optimizers() for p in parameters_of(optimizer)):
             reason = f"backward() ran {self.backwards} time{'s' * (self.backwards > 1)} and gave gradients to what "
             reason += "the optimizer holds, but nothing changed the weights."
-            fix = "optimizer.step()     # after loss.backward()"
-            yield finding_at(self.last_backward, "error GG905: optimizer.step() is never called", reason, fix)
+            headline, fix = (
+                "error GG905: optimizer.step() is never called",
+                "optimizer.step()     # after loss.backward()",
+            )
+            yield finding_at(self.last_backward, headline, reason, fix)
         yield from self._without_rate()
         yield from self._running_away()
 
@@ -136,8 +139,10 @@ class History:
             yield finding_at(rates.location, headline, f"It was 0 in {steps} of this optimizer{by}", fix)
 
     def _running_away(self) -> Iterator[Finding]:
-        lines = ([(n, float(loss)) for n, loss in losses] for losses in self._losses.values())
-        found = next(filter(None, (runaway(losses, self.largest_move) for losses in lines)), None)
+        runs = (
+            runaway([(n, float(loss)) for n, loss in losses], self.largest_move) for losses in self._losses.values()
+        )
+        found = next(filter(None, runs), None)
         if found is None:
             return
         what, fix = "update", "param -= 0.01 * lr * param.grad     # a learning rate a hundred times smaller"
@@ -322,6 +327,7 @@ class Tracing:
             self.gradients.take(parameters_of(optimizer))
 
     def after_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called after it."""
         trace = self.tracer.trace
         if self._one_step:
             return

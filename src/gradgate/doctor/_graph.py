@@ -35,6 +35,7 @@ Graph = dict[str, list[Any]]
 
 
 def draw(case: Case, findings: tuple[Finding, ...]) -> tuple[Graph | None, tuple[Entry, ...]]:
+    """Draw the graph of a step."""
     calls = Counter(id(call.module) for call in case.trace.calls)
     drawn = [(name, module) for name, module in case.names.named_modules() if calls[id(module)] or _own(module)]
     if case.trace.functional or not drawn:

@@ -26,6 +26,7 @@ def total(tensor: torch.Tensor) -> float | complex:
 
 
 def norm_of(tensor: torch.Tensor) -> float:
+    """Return the 2-norm of a tensor."""
     tensor = tensor.detach()
     norm: float = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.element_size() < 4 else None).item()
     if math.isinf(norm) or norm == 0:  # the squares may have left the range where the elements have not
@@ -93,6 +94,8 @@ def inputs_at(output: torch.Tensor, inputs: Iterable[torch.Tensor]) -> str:
 
 
 def _value_at(tensor: torch.Tensor, output: torch.Tensor, where: tuple[int, ...]) -> str:
+    if tensor.dim() == 0 or tensor.shape == output.shape:
+        return f"{tensor[where if tensor.dim() else ()].item():.6g}"
     try:
         return f"{tensor.expand(output.shape)[where].item():.6g}"
     except RuntimeError:

@@ -235,6 +235,7 @@ class _Run(Tracing):
             self._exit(status)
 
     def report(self, exit_code: int, raised: BaseException | None = None) -> ScriptReport:
+        """Return what is known now."""
         diagnosis = self.diagnosis
         if not (self.history.backwards or self.history.updates or self._functional):
             hint = _module_hint(self.program, raised)

@@ -34,9 +34,10 @@ class Region(NamedTuple):
     stride: tuple[int, ...]
     size: int  # of an element
 
-    @property
-    def strides_in_bytes(self) -> tuple[int, ...]:
-        return (*(stride * self.size for stride in self.stride), 1)
+    def mark(self, marks: torch.Tensor, low: int) -> torch.Tensor:
+        """Return the part of the marks, one for each byte from `low` on, that it covers."""
+        strides = [stride * self.size for stride in self.stride]
+        return marks.as_strided((*self.shape, self.size), (*strides, 1), self.start - low)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -63,10 +64,9 @@ def overlaps(one: Region, other: Region) -> bool:
     if all(r.end - r.start == math.prod(r.shape) * r.size for r in (one, other)):
         return True  # dense, as whole weights are
     low, high = min(one.start, other.start), max(one.end, other.end)
-    marks = torch.zeros(high - low, dtype=torch.bool)  # one for each byte
-    mine, others = (marks.as_strided((*r.shape, r.size), r.strides_in_bytes, r.start - low) for r in (one, other))
-    mine.fill_(True)
-    return bool(others.any())
+    marks = torch.zeros(high - low, dtype=torch.bool)
+    one.mark(marks, low).fill_(True)
+    return bool(other.mark(marks, low).any())
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

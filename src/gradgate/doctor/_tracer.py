@@ -102,8 +102,10 @@ class Saving:
     def pack(self, tensor: torch.Tensor) -> Saved:
         # A result that its own node holds would never be freed, so a detached tensor is kept; it shares memory and
         # version with the original.
-        with undispatched():
-            kept = tensor if tensor.is_leaf else tensor.detach()
+        kept = tensor
+        if not tensor.is_leaf:
+            with undispatched():
+                kept = tensor.detach()
         return Saved(kept, write_count(tensor), self._clock, latest_node_number(), self.tracer.here())
 
     def unpack(self, saved: Saved) -> torch.Tensor:
@@ -266,7 +268,7 @@ class Tracer(DispatchMode):
         self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Location | None]] = {}
         self._late_backward: Backward | None = None
         self._step_frame: FrameType | None = None
-        self._dormant = self._stepping = False
+        self._dormant = self._hidden = False
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -303,7 +305,7 @@ class Tracer(DispatchMode):
         self.trace.recording_at_end = torch.is_grad_enabled()
         self._dormant = not self.can_pause()
         self._leave_modes()
-        self._step_frame = None
+        self._step_frame, self._hidden = None, False
         del self.running[1:]
         pop_saved_tensors_hooks(self.saving.pack)
 
@@ -332,11 +334,6 @@ class Tracer(DispatchMode):
         for module in modules:
             self.begin_module(module)
 
-    @property
-    def sees(self) -> bool:
-        """Return whether it traces now, and not while an optimizer writes."""
-        return self.active and self._step_frame is None
-
     # --- operations -----------------------------------------------------------------------------------------------
 
     def here(self) -> Location | None:
@@ -348,7 +345,7 @@ class Tracer(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
         kwargs = kwargs or {}
-        if not self.sees:
+        if not self.active or self._hidden:
             return func(*args, **kwargs)
         if inside_forward_mode():  # tangents may have no memory at all; nothing here is for backward
             self.trace.functional = True
@@ -400,7 +397,7 @@ class Tracer(DispatchMode):
 
     def _updates_by_hand(self, written: Iterable[torch.Tensor]) -> bool:
         """Return whether a write after backward changes a leaf that has a gradient: an update without an optimizer."""
-        if self._stepping or not self.trace.backwards or self.trace.runs_backward:
+        if self._step_frame is not None or not self.trace.backwards or self.trace.runs_backward:
             return False
         leaves = [root.tensor for root in self.trace.roots.values() if root.leaf and root.requires_grad]
         updated = {storage_of(leaf) for leaf in leaves if leaf is not None and leaf.grad is not None} - {0}
@@ -476,7 +473,7 @@ class Tracer(DispatchMode):
         """Trace again if an optimizer raised in its step and the user went on."""
         step = self._step_frame
         if step is not None and all(frame is not step for frame, _ in walk_stack(sys._getframe(1))):
-            self._step_frame, self._stepping = None, False
+            self._step_frame, self._hidden = None, False
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.active:
@@ -492,19 +489,15 @@ class Tracer(DispatchMode):
         passes = len(self.trace.backwards)
         self.trace.optimizer_steps.append(OptimizerStep(optimizer, location, passes, idle, again, old, self.cleared))
         self.before_step(optimizer)
-        self._stepping = True
-        if closure:  # it runs the user's own code inside the step; else there is nothing to see but the writes
-            return
-        self._step_frame = sys._getframe(1)
-        for parameter in parameters:
+        # A closure runs the user's own code inside the step; without one there is nothing to see but the writes.
+        self._step_frame, self._hidden = sys._getframe(1), not closure
+        for parameter in parameters if self._hidden else ():
             if parameter.grad is not None:
                 self.saving.log_write(parameter, OPTIMIZER_STEP, location)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping = False
-        if self._step_frame is sys._getframe(1):
-            self._step_frame = None
-        if self.active and self._step_frame is None:
+        if self.active and self._step_frame is sys._getframe(1):
+            self._step_frame, self._hidden = None, False
             self.after_step(optimizer)
 
 
@@ -515,7 +508,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer, kwargs = self.tracer, kwargs or {}
-        if not tracer.sees:
+        if not tracer.active or tracer._hidden:
             return func(*args, **kwargs)
         tracer.location = None
         tracer.trace.functional |= inside_functorch()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -332,6 +331,7 @@ def _who(names: list[str]) -> str:
 
 
 def cut_of(case: Case, op: Op) -> CutPoint:
+    """Return how an operation cuts."""
     if not op.records:
         return _unrecorded(case, op)
     if op.written_as in _CUTS:
@@ -454,7 +454,6 @@ _FLAT = (
 )
 _UNKNOWN = Flat((), "info GG305", "nothing of it is left.", "look at the output of this line")
 _LINEAR = _FLAT[-1].nodes
-CauseOf = Callable[[ZeroGradient], ZeroGradient | None]
 _VANISHED = 1e-8
 _EXPLODED = 1e8
 
@@ -467,7 +466,7 @@ def find_zeros(case: Case) -> Iterator[Finding]:
     idle = {name: p for name, p in learners.items() if case.gradient(p).zero and p.numel()}
     blamed: defaultdict[ZeroGradient, list[str]] = defaultdict(list)
     zeros = [zero for zero in case.trace.zeros if zero.op >= 0]
-    cause_of = cache(partial(_cause_of_factor, case))
+    causes: dict[ZeroGradient, ZeroGradient | None] = {}
     # Gradients that came by several paths and cancel each other (a bias under D(fake) - D(real)) are no fault.
     cancelled = set().union(*(backward.leaves_with_gradient() for backward in case.trace.backwards)) if idle else set()
     for name, parameter in idle.items():
@@ -476,7 +475,7 @@ def find_zeros(case: Case) -> Iterator[Finding]:
             continue
         results = case.flow.results(values)
         births = [zero for zero in zeros if not results.isdisjoint(case.trace.ops[zero.op].sources)]
-        birth = _culprit(births, cause_of)
+        birth = _culprit(case, births, causes)
         if birth is not None:
             blamed[birth].append(name)
     for birth, names in blamed.items():
@@ -488,12 +487,16 @@ def find_zeros(case: Case) -> Iterator[Finding]:
         yield finding_at(op.location, headline, reason, flat.fix, module=module)
 
 
-def _culprit(births: list[ZeroGradient], cause_of: CauseOf) -> ZeroGradient | None:
+def _culprit(
+    case: Case, births: list[ZeroGradient], causes: dict[ZeroGradient, ZeroGradient | None]
+) -> ZeroGradient | None:
     """Choose the cause: what flattens goes before what multiplies, and a factor that learns is no fault."""
     flat = [zero for zero in births if not zero.node_name.startswith(_LINEAR)]
     for zero in births if not flat else ():
-        if (cause := cause_of(zero)) is not zero:
-            return cause
+        if zero not in causes:
+            causes[zero] = _cause_of_factor(case, zero)
+        if causes[zero] is not zero:
+            return causes[zero]
     return next(reversed(flat or births), None)
 
 
