@@ -45,6 +45,8 @@ def small(monkeypatch):
 @pytest.mark.parametrize("file", [each for each in FILES if each != APART])
 def test_every_row_runs(file, small):
     rows = importlib.import_module(f"benchmarks.{file}").ROWS
+    if file == "rows_frameworks" and not rows:
+        pytest.skip("no framework is installed")
     assert rows
     for row in rows:
         torch.manual_seed(0)

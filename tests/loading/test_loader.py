@@ -273,7 +273,7 @@ def test_a_sink_that_raises_is_warned_of_once_and_the_epoch_goes_on(workers):
 
     with pytest.warns(gg.errors.LedgerWarning, match="Full raised ValueError: no room") as said:
         loader = run(gg.resilient(DataLoader(Numbers(6, {1, 4}), batch_size=2, num_workers=workers), sink=Full()))
-    assert len(said) == 1
+    assert [each.category for each in said].count(gg.errors.LedgerWarning) == 1  # Python 3.12 warns of forks, too
     assert [one.sample_id for one in loader.incidents] == ["1", "4"]
 
 

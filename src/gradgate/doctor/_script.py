@@ -482,6 +482,7 @@ def _not_repeated(title: str, why: str) -> Finding:
 
 _TORCHS_OWN = "inside torch"
 _SWITCHES = ("no_grad.", "set_grad_enabled.", "inference_mode.")  # what a user's line calls
+_DECORATORS = torch.no_grad.__call__.__code__.co_filename  # its frames have other names in each version of torch
 
 
 @dataclass(slots=True)
@@ -626,7 +627,7 @@ def _switched_at(frame: FrameType | None) -> tuple[str, str]:
     place = locate(frame)
     while frame is not None and is_foreign(frame.f_code.co_filename):
         name = frame.f_code.co_qualname
-        decorated = frame.f_locals.get("func") if name.startswith("context_decorator.") else None
+        decorated = frame.f_locals.get("func") if frame.f_code.co_filename == _DECORATORS else None
         if isinstance(decorated, types.FunctionType):
             line = definition(decorated.__code__)
             return (_TORCHS_OWN, "") if is_foreign(line.file) else (line.text, line.source)

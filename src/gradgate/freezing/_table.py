@@ -87,7 +87,7 @@ class TrainableTable(dict[str, dict[str, Any]]):
         return html_table(self._caption(), _COLUMNS, rows, tones=tones)
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None)
+        console = Console(width=120, color_system=None, force_jupyter=False)  # a notebook would show it at once
         with console.capture() as capture:
             console.print(self)
         return capture.get().rstrip()

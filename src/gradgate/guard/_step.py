@@ -39,7 +39,9 @@ class Step:
         self._outcome = Outcome()
         self._kept: Sequence[int] = ()
         self._reasons: list[str] = []  # why the step may not be exact
-        self._recovery: Recovery | None = None
+        self._searched = False
+        self._whole: StepFault | None = None  # a fault that every sample has, on this rank
+        self._evidence = ""
         self._incidents: tuple[Incident, ...] = ()
         self._names: Ids | None = None
         self._losses: torch.Tensor | None = None  # of the samples, in the first try
@@ -68,7 +70,8 @@ class Step:
         recovery.run(failed.fault)
         self._outcome, self._kept, self._reasons = recovery.outcome, recovery.kept, recovery.reasons
         self._incidents = self._dropped(recovery.dropped) + tuple(map(self._transient, recovery.transient))
-        self._recovery = recovery
+        # Not the recovery itself: it holds the trial, which may hold this step, and the activations of the fault.
+        self._searched, self._whole, self._evidence = True, recovery.whole, recovery.evidence
 
     def _dropped(self, blames: Iterable[Blame]) -> tuple[Incident, ...]:
         pairs = [(row, blame) for blame in blames for row in blame.rows]
@@ -140,8 +143,8 @@ class Step:
             return
         dropped = tuple(replace(one, transient=too_many, details={**one.details, "refused": True}) for one in dropped)
         self._record(dropped)
-        if self._recovery is not None:
-            fault = self._recovery.whole
+        if self._searched:
+            fault = self._whole
         refusal = TooManyBadSamples(f"Guard: {what}:\n{incident_table(dropped)}", why=why, fix=fix, incidents=dropped)
         raise refusal from (None if fault is None else fault.error)
 
@@ -221,7 +224,7 @@ class LossStep(OwnStep[GuardResult]):
 
     def _conclude(self) -> tuple[GuardResult, Tally, int]:
         guard, outcome = self._guard, self._outcome
-        if self._first or self._recovery is not None:
+        if self._first or self._searched:
             guard._outsiders.warn()
         loss, sums = outcome.value, outcome.sums
         if sums is not None:
@@ -246,7 +249,7 @@ class OutputStep(OwnStep[tuple[Any, torch.Tensor]]):
         leaves, form = tree_flatten(value)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         keep = torch.ones(self._size, dtype=torch.bool, device=device)
-        if self._recovery is not None:
+        if self._searched:
             guard._outsiders.warn()
             index = index_of(self._kept)
             keep = torch.zeros(self._size, dtype=torch.bool, device="cpu").index_fill(0, index, True).to(device)

@@ -179,14 +179,14 @@ class SharedStep(Step):
         guard, outcome = self._guard, self._outcome
         if error is not None:
             self._outcome = outcome = Outcome()
-            self._kept, self._incidents, self._reasons, self._recovery = [], (), [], None
+            self._kept, self._incidents, self._reasons, self._whole = [], (), [], None
             guard._state.forget_gradients()
         kept = len(self._kept)
         return Share(
             size=self._size,
             kept=kept,
             busy=self._size > 0,
-            whole=self._recovery is not None and self._recovery.whole is not None,
+            whole=self._whole is not None,
             failed=error is not None,
             reported=bool(self._incidents or self._reasons),
             more=guard._more,
@@ -250,10 +250,9 @@ class SharedStep(Step):
 
     def _raise_whole(self) -> NoReturn:
         """Raise a fault that every sample of every rank has."""
-        found = self._recovery
-        if found is not None and found.whole is not None:
-            why, fix = advice(found.whole, self._batch, self._trial.function, self._guard._state.parameters)
-            raise_as_it_is(found.whole, self._size, f"on every rank, {found.evidence}", why, fix)
+        if self._whole is not None:
+            why, fix = advice(self._whole, self._batch, self._trial.function, self._guard._state.parameters)
+            raise_as_it_is(self._whole, self._size, f"on every rank, {self._evidence}", why, fix)
         what = "Guard: every sample of every other rank fails; this rank has none."
         why = "a fault that all samples have is in the code or the weights."
         raise OtherRankError(what, why=why, fix="# see the tracebacks of the other ranks")
