@@ -268,7 +268,7 @@ class Tracer(DispatchMode):
         self._made_in_inference: dict[int, tuple[weakref.ref[torch.Tensor], Location | None]] = {}
         self._late_backward: Backward | None = None
         self._step_frame: FrameType | None = None
-        self._dormant = self._hidden = False
+        self._dormant = self._stepping = False
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -295,19 +295,22 @@ class Tracer(DispatchMode):
         self.trace.recording_at_start = torch.is_grad_enabled()
         self.active = True
         if not self._dormant:
-            self.__enter__()
-            self._calls.__enter__()  # type: ignore[no-untyped-call]
+            self._enter_modes()
         self._dormant = False
 
     def pause(self) -> None:
         """Stop tracing; it may be called again if an interrupt broke it off."""
         self.active = False
         self.trace.recording_at_end = torch.is_grad_enabled()
-        self._dormant = not self.can_pause()
+        self._dormant = self._step_frame is None and not self.can_pause()
         self._leave_modes()
-        self._step_frame, self._hidden = None, False
+        self._step_frame = None
         del self.running[1:]
         pop_saved_tensors_hooks(self.saving.pack)
+
+    def _enter_modes(self) -> None:
+        self.__enter__()
+        self._calls.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_modes(self) -> None:
         for mode in (self._calls, self):
@@ -345,7 +348,7 @@ class Tracer(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
         kwargs = kwargs or {}
-        if not self.active or self._hidden:
+        if not self.active:
             return func(*args, **kwargs)
         if inside_forward_mode():  # tangents may have no memory at all; nothing here is for backward
             self.trace.functional = True
@@ -397,7 +400,7 @@ class Tracer(DispatchMode):
 
     def _updates_by_hand(self, written: Iterable[torch.Tensor]) -> bool:
         """Return whether a write after backward changes a leaf that has a gradient: an update without an optimizer."""
-        if self._step_frame is not None or not self.trace.backwards or self.trace.runs_backward:
+        if self._stepping or not self.trace.backwards or self.trace.runs_backward:
             return False
         leaves = [root.tensor for root in self.trace.roots.values() if root.leaf and root.requires_grad]
         updated = {storage_of(leaf) for leaf in leaves if leaf is not None and leaf.grad is not None} - {0}
@@ -473,7 +476,8 @@ class Tracer(DispatchMode):
         """Trace again if an optimizer raised in its step and the user went on."""
         step = self._step_frame
         if step is not None and all(frame is not step for frame, _ in walk_stack(sys._getframe(1))):
-            self._step_frame, self._hidden = None, False
+            self._step_frame, self._stepping = None, False
+            self._enter_modes()
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.active:
@@ -489,15 +493,23 @@ class Tracer(DispatchMode):
         passes = len(self.trace.backwards)
         self.trace.optimizer_steps.append(OptimizerStep(optimizer, location, passes, idle, again, old, self.cleared))
         self.before_step(optimizer)
-        # A closure runs the user's own code inside the step; without one there is nothing to see but the writes.
-        self._step_frame, self._hidden = sys._getframe(1), not closure
-        for parameter in parameters if self._hidden else ():
+        self._stepping = True
+        # A closure runs the user's own code inside the step; without one there is nothing to see but the writes, which
+        # torch does not count under a mode where they go through `_foreach_` operations.
+        if closure or not self.can_pause():
+            return
+        self._leave_modes()
+        self._step_frame = sys._getframe(1)
+        for parameter in parameters:
             if parameter.grad is not None:
                 self.saving.log_write(parameter, OPTIMIZER_STEP, location)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.active and self._step_frame is sys._getframe(1):
-            self._step_frame, self._hidden = None, False
+        self._stepping = False
+        if self._step_frame is sys._getframe(1):
+            self._step_frame = None
+            self._enter_modes()
+        if self.active and self._step_frame is None:
             self.after_step(optimizer)
 
 
@@ -508,7 +520,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer, kwargs = self.tracer, kwargs or {}
-        if not tracer.active or tracer._hidden:
+        if not tracer.active:
             return func(*args, **kwargs)
         tracer.location = None
         tracer.trace.functional |= inside_functorch()
