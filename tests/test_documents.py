@@ -42,6 +42,7 @@ def run(page, line, code):
     return printed.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "line", "code", "shown"), list(blocks()))
 def test_a_block_runs_and_prints_what_is_shown(page, line, code, shown, tmp_path, monkeypatch):
     if page.parent.name == "frameworks":

@@ -115,6 +115,7 @@ print("text/html" in show((gg.Incident(stage="load", cause="exception"),))[0], "
 """
 
 
+@pytest.mark.slow
 def test_the_extension():
     """A new interpreter, because a shell is one for each process; the doctor names cells and their lines."""
     pytest.importorskip("IPython")

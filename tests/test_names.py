@@ -258,6 +258,7 @@ def made(tmp_path):
     book.close()
 
 
+@pytest.mark.slow
 def test_reprs(tmp_path):
     for thing, text in made(tmp_path):
         assert repr(thing) == text

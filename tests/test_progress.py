@@ -61,6 +61,7 @@ def screen(text):
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BARS)
 def test_a_bar_stays_whole(kind, tmp_path):
     begin, bar = BARS[kind]
@@ -90,6 +91,7 @@ def stored(tmp_path, monkeypatch):
     return [*GRADGATE, "replay", str(tmp_path / "run.ledger"), "--entry", "mended:loss_fn"]
 
 
+@pytest.mark.slow
 def test_all_stored_samples_again(stored):
     done = subprocess.run([*stored, "--all"], capture_output=True, text=True, check=False, timeout=600)
     assert done.stderr == ""
@@ -106,6 +108,7 @@ def test_all_or_one(stored, words):
     assert "one incident." in done.stderr or "or --all." in done.stderr
 
 
+@pytest.mark.slow
 def test_progress_is_for_terminals(tmp_path):
     path = tmp_path / "run.ledger"
     gg.Ledger(path).record(gg.Incident(stage="load", cause="exception", sample_id="a"))

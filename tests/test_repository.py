@@ -64,6 +64,7 @@ def test_the_files_that_security_names_are_there():
     assert all((ROOT / name).exists() for name in named)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("basedpyright") is None, reason="basedpyright is not installed")
 def test_pyright_reads_the_types_in_a_users_file(tmp_path):
     """In strict mode the users' file has no error, and a wrong argument has one."""

@@ -284,6 +284,7 @@ def has_error(module):
     return any(type(value) is module._Missing for value in values)
 
 
+@pytest.mark.slow
 def test_the_library_works_as_far_as_it_can():
     """One process without every name that something replaces: the same results, and one warning."""
     replaced = [name for name in NAMES if not has_error(looked_up([name])[0])]

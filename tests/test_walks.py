@@ -98,6 +98,7 @@ def test_a_file_name_stands_once():
     assert not repeated(path.name for path in SOURCE.rglob("*.py") if not path.name.startswith("__"))
 
 
+@pytest.mark.slow
 def test_a_class_name_stands_once():
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
     assert not repeated(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))

@@ -29,6 +29,7 @@ class Clock:
         return candidate
 
 
+@pytest.mark.slow
 def test_a_race_gives_ratios_times_and_noise(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(harness, "time", clock)
@@ -123,6 +124,7 @@ def start(monkeypatch, *words):
     command.main()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_has_its_page_and_goes_on(folder, monkeypatch):
     race_once, raced = command.race, []
 
@@ -144,6 +146,7 @@ def test_a_run_that_was_cut_has_its_page_and_goes_on(folder, monkeypatch):
     assert "not in it" not in (folder / "results.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_as_it_began(folder, monkeypatch):
     start(monkeypatch, "--quick", "--write")
     with pytest.raises(SystemExit, match="is of a quick run"):
@@ -159,6 +162,7 @@ def test_words_that_no_row_has_are_an_error(folder, monkeypatch):
         start(monkeypatch, "nothing")
 
 
+@pytest.mark.slow
 def test_words_measure_only_those_rows_again(folder, monkeypatch):
     start(monkeypatch, "--quick", "--write")
     first = read(folder / "results.json")
@@ -174,6 +178,7 @@ def test_words_measure_only_those_rows_again(folder, monkeypatch):
 # --- the rows --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_functions_of_jax_are_those_that_it_is_a_peer_for():
     if jax_peer.INSTALLED:
         assert set(jax_peer.reductions()) == set(jax_peer.NAMES)

@@ -179,6 +179,7 @@ def on_a_terminal(command, **environment):
     return written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["ledger", "list"], ["ledger", "stats"]])
 def test_no_colour_on_a_terminal_that_wants_none(path, arguments):
     plain = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}

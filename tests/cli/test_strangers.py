@@ -205,6 +205,7 @@ ODD_PAYLOADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ODD_PAYLOADS.values(), ids=ODD_PAYLOADS)
 def test_odd_samples_under_every_command(path, tmp_path, data):
     change(path, ("UPDATE payload SET data = ?", (data,)))

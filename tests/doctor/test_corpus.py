@@ -32,6 +32,7 @@ def examine(tmp_path, name, source):
     return path, gg.doctor.examine_script(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_healthy_program_is_left_alone(name, tmp_path, capfd):
     _, report = examine(tmp_path, name, PROGRAMS[name])
@@ -39,6 +40,7 @@ def test_a_healthy_program_is_left_alone(name, tmp_path, capfd):
     assert report.diagnosis.healthy, str(report.diagnosis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kind}-{bug.program}".replace(" ", "_"))
 def test_the_bug_is_named_first_and_nothing_else(bug, tmp_path, capfd):
     source = PROGRAMS[bug.program]

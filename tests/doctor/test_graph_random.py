@@ -59,6 +59,7 @@ NODES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(NODES)
 def test_every_edge_is_found_and_has_its_gradient(nodes):
     model = nn.ModuleDict({f"m{number}": KINDS[kind]() for number, (kind, _, _) in enumerate(nodes)})

@@ -74,6 +74,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("given", [True, False], ids=["model given", "no model"])
 def test_it_is_healthy(name, given):

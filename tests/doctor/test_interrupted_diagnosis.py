@@ -34,6 +34,7 @@ def _watched(model, optimizer):
         watch.step(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [_diagnosed, _traced, _watched])
 def test_an_interrupt_leaves_the_process_as_it_was(call):
     model = _model()

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -301,6 +302,7 @@ def test_the_error_of_torch_is_the_exception_of_the_diagnosis():
     assert "has been modified by an inplace operation" in str(diagnosis.exception)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_dropped_do_not_leak():
     m = two()
     with gg.trace(m):

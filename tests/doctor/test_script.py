@@ -138,6 +138,7 @@ def test_an_exception_in_a_late_step_is_traced_in_a_second_run(tmp_path, capfd):
     assert "_script.py" not in shown
 
 
+@pytest.mark.slow
 def test_two_runs_that_differ_are_told(tmp_path):
     mark = tmp_path / "mark"
     path = write(tmp_path, f"MARK = {str(mark)!r}\n" + RANDOM + "\nopen(MARK, 'w').close()\n")
@@ -149,6 +150,7 @@ def test_two_runs_that_differ_are_told(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_with_trace_it_runs_once(tmp_path):
     path = write(tmp_path, LATE_NAN + "\nopen('ran', 'a').write('x')\n")
     result = subprocess.run(
@@ -202,6 +204,7 @@ def test_wrong_arguments(tmp_path):
     assert "SCRIPT" in run("--help").output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--json", "--html"])
 def test_where_to_write_is_known_before_the_script_runs(tmp_path, option):
     done = run(option, tmp_path / "nowhere" / "page", write(tmp_path, HEALTHY))
@@ -220,6 +223,7 @@ def test_where_to_write_is_known_before_the_script_runs(tmp_path, option):
     assert (tmp_path / "page").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
 def test_a_script_that_this_terminal_could_not_show(tmp_path, encoding):
     path = tmp_path / "train.py"
@@ -234,6 +238,7 @@ def test_a_script_that_this_terminal_could_not_show(tmp_path, encoding):
     assert b"error GG101" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_module_name_is_the_scripts(tmp_path):
     path = write(tmp_path, HEALTHY)
     done = subprocess.run(
@@ -299,6 +304,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_script_that_forks_and_ends_by_os_exit_is_diagnosed_once(tmp_path):
     script, report = tmp_path / "train.py", tmp_path / "report.json"

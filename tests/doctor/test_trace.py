@@ -46,6 +46,7 @@ def test_a_finding_of_every_step_is_told_once():
     assert [finding.code for finding in traced.diagnosis.findings] == ["GG101"]
 
 
+@pytest.mark.slow
 def test_an_exception_is_explained_and_goes_on_its_way():
     m = nn.Linear(4, 1)
 

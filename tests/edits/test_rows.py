@@ -22,6 +22,7 @@ def test_rows_are_those_of_the_oracle(index, block):
     assert torch.equal(gg.at(x)[index].set(rows), expected)
 
 
+@pytest.mark.slow
 def test_rows_keep_every_promise():
     index = torch.tensor([2, -3])
     witness.witness(

@@ -171,6 +171,7 @@ def test_a_tied_weight_is_written_once():
     assert torch.equal(net[1].weight.detach(), old)
 
 
+@pytest.mark.slow
 def test_a_state_goes_through_torch_func_and_compile():
     net, x = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)), torch.ones(4, 2)
 

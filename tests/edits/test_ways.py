@@ -19,6 +19,7 @@ def inputs(rows):
     return torch.rand(3, 2) + 0.5, torch.rand(rows, 2) + 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", oracle.NAMES)
 def test_an_index_tensor_with_duplicates(name):
     witness.witness(
@@ -30,6 +31,7 @@ def test_an_index_tensor_with_duplicates(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", oracle.NAMES)
 def test_an_index_tensor_that_is_an_argument(name):
     """vmap over the index too: each sample edits other places."""
@@ -44,6 +46,7 @@ def test_an_index_tensor_that_is_an_argument(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", oracle.NAMES)
 def test_a_slice(name):
     witness.witness(
@@ -55,6 +58,7 @@ def test_a_slice(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", oracle.NAMES)
 def test_a_mask_that_is_an_argument(name):
     """One value for all: nobody asks how many are True, so it works without data and under vmap."""
@@ -71,6 +75,7 @@ def test_a_mask_that_is_an_argument(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", oracle.NAMES)
 def test_mode_drop(name):
     wild = torch.tensor([2, 9, 0, -8])
@@ -93,6 +98,7 @@ def test_a_single_place_that_is_an_argument():
     )
 
 
+@pytest.mark.slow
 def test_apply_with_a_slice_and_with_unique_indices():
     witness.witness(
         lambda x: gg.at(x)[::2].apply(torch.sin), lambda x: torch.stack([x[0].sin(), x[1], x[2].sin()]), torch.rand(3)
@@ -105,6 +111,7 @@ def test_apply_with_a_slice_and_with_unique_indices():
     )
 
 
+@pytest.mark.slow
 def test_get_in_every_way():
     witness.witness(lambda x: gg.at(x)[INDEX].get(), lambda x: x[INDEX], torch.rand(3, 2), promises=witness.ALL)
     witness.witness(
@@ -112,6 +119,7 @@ def test_get_in_every_way():
     )
 
 
+@pytest.mark.slow
 def test_a_tensor_of_a_module_in_torch_compile_and_func_grad():
     model = torch.nn.Linear(2, 2)
     x = torch.rand(3, 2)

@@ -293,6 +293,7 @@ def test_conversion_is_no_movement(net):
         handle.verify()
 
 
+@pytest.mark.slow
 def test_the_step_hooks_are_hung_once_and_no_step_takes_one_away():
     """Torch walks over the hooks of all steps during a step: a hook that removed itself there would break others."""
 

@@ -89,6 +89,7 @@ def test_limit_shared_memory_sends_the_values_only():
     assert not hasattr(sent, "_gradgate_watchers")
 
 
+@pytest.mark.slow
 def test_limit_the_table_of_train_rows_has_no_gradient_where_it_is_used_by_hand():
     """Only the modules that have it as their own are found; a bare use of the tensor gets the values, no gradient."""
     embedding = nn.Embedding(5, 2)

@@ -78,6 +78,7 @@ def runs_here(info, entry):
     return not entry.kwargs.get("fused") or "cpu" in getattr(info, "supports_fused_on", ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["freeze", "rows", "elements"])
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
 def test_frozen_stays_bit_identical(kind, how, optimizers):

@@ -211,6 +211,7 @@ def outcome(recipe):
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")  # torch 2.8's own LBFGS
 @pytest.mark.parametrize("recipe", RECIPES, ids=[f"{recipe.name}-{recipe.way}" for recipe in RECIPES])
 def test_frozen_is_bit_identical(recipe):
@@ -227,6 +228,7 @@ def summary(words):
     return f"{rest}; torch refuses: {', '.join(refused)}" if refused else rest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith(PINNED), reason=f"the table is that of torch {PINNED}")
 def test_the_table_of_the_documentation_is_what_the_run_shows(capsys):
     """Print what was shown, one line for each optimizer and one column for each implementation, and compare."""

@@ -334,6 +334,7 @@ def test_a_gradient_with_a_graph_stays_differentiable():
     assert second.tolist() == [0, 18]
 
 
+@pytest.mark.slow
 def test_a_compiled_module_and_a_compiled_step():
     model = nn.Linear(3, 2)
     pin = gg.pin(model.weight, rows=[0])

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import gradgate as gg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pin", "train_rows"])
 def test_14_embedding_rows_do_not_decay_under_adamw(how):
     """Only the row of the new token should learn; the others kept shrinking by lr x decay."""

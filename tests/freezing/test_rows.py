@@ -45,6 +45,7 @@ def pinned_twin(model, rows):
     return twin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -88,6 +89,7 @@ def test_sparse_gradients_are_sparse_and_name_only_rows_that_were_met():
     training.verify()
 
 
+@pytest.mark.slow
 def test_the_gradient_passes_on_to_the_input_of_a_linear():
     linear = nn.Linear(4, 6).double()
     plain = copy.deepcopy(linear)
@@ -105,6 +107,7 @@ def test_the_gradient_passes_on_to_the_input_of_a_linear():
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])  # each is slow, shrinking would take minutes
 @given(st.data())
 def test_the_gradient_of_the_rows_is_that_of_the_whole_table(data):
@@ -198,6 +201,7 @@ def test_a_table_that_does_not_fit_is_torchs_own_error():
 # --- merge, copies, conversions ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_merge_gives_the_plain_parameter_back():
     model = Language(bias=True)
     weight, names = model.embed.weight, [name for name, _ in model.named_parameters()]
@@ -268,6 +272,7 @@ def test_conversion():
     assert training.merge().dtype is torch.float64
 
 
+@pytest.mark.slow
 def test_compiled_and_autocast():
     model, plain = Language(bias=True), Language(bias=True)
     plain.load_state_dict(model.state_dict())
@@ -332,6 +337,7 @@ class Scaled(nn.Embedding):
         return super().forward(ids) * 2
 
 
+@pytest.mark.slow
 def test_what_it_cannot_do_it_says():
     with pytest.raises(ArgumentTypeError, match="module is the module Conv1d"):
         gg.train_rows(nn.Conv1d(2, 2, 1), rows=[0])

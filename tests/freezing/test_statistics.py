@@ -133,6 +133,7 @@ def test_a_statistic_that_was_moved_by_hand_is_found():
         handle.verify()
 
 
+@pytest.mark.slow
 def test_a_compiled_frozen_norm_stands_still():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

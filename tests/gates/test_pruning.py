@@ -107,6 +107,7 @@ class Holding(torch.autograd.Function):
         return gradient * 2, None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "held"), [(False, False), (torch.tensor(False), True)], ids=["shut", "masked"])
 @pytest.mark.parametrize("metered", [False, True])
 def test_a_gate_that_is_shut_at_forward_time_lets_go_of_the_activations_upstream(keep, held, metered):

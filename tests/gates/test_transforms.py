@@ -81,6 +81,7 @@ def test_a_function_may_answer_false_for_all_samples_under_vmap():
     assert torch.equal(slopes, torch.zeros(2, 3))
 
 
+@pytest.mark.slow
 @each({**LINEAR, **LOOKING})
 def test_nan_does_not_leak_under_transforms_and_compile(gate):
     """The same gradient as eagerly, also where NaN arrives; `gate` and a factor of 0 stop it there too."""
@@ -141,6 +142,7 @@ def test_the_plain_function_is_lost_there():
     assert there.tolist() == ([1, 1, 1] if torch.__version__ < "2.15" else [-1, -1, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_mask_works_in_torch_func_inside_compile():
     sloped = torch.compile(vmap(grad(lambda x: gg.gate(x, KEEP).sum())), fullgraph=True, backend="aot_eager")

@@ -87,6 +87,7 @@ def test_scale_grad_under_vmap_over_the_factor_alone_and_over_both():
     assert_same([torch.vmap(slope)(x.expand(3, 2), factors)], [expected], what="over both")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strength", [1.0, 0.25])
 def test_reverse_grad(strength):
     witness(
@@ -108,6 +109,7 @@ CLIPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", CLIPS, ids=str)
 def test_clip_grad(limits):
     def oracle(x):

@@ -220,6 +220,7 @@ def test_a_single_graph_is_refused():
         gg.Guard(nn.Linear(1, 1)).backward(graph, lambda batch: None)
 
 
+@pytest.mark.slow
 def test_a_real_graph_is_refused():
     data = pytest.importorskip("torch_geometric.data")
     for graph in (data.Data(x=torch.ones(3, 2)), data.HeteroData()):

@@ -157,6 +157,7 @@ def test_a_fault_inside_compiled_code_is_found_in_the_module_as_written():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("value", [float("nan"), 1e6, 0.0])
 def test_gradient_checkpointing(reentrant, value):

@@ -43,6 +43,7 @@ class Model(nn.Module):
         return self.last(self.trap(hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raise", "body", "value", "gradient", "loss"])
 def test_a_bad_step_leaves_no_activations_behind(fault):
     model = Model(fault)

@@ -164,6 +164,7 @@ def test_there_is_no_false_warning(name, guard, loss_fn):
     assert all(result.exact for result in results), name
 
 
+@pytest.mark.slow
 def test_a_guard_holds_on_to_nothing_outside_of_its_step():
     model, others = nn.Linear(3, 3), [nn.Linear(3, 3)]
     guard = gg.Guard(model)

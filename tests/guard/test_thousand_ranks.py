@@ -73,6 +73,7 @@ def sharded_steps(monkeypatch, ranks):
     return found
 
 
+@pytest.mark.slow
 def test_what_steps_in_shards_tell_does_not_depend_on_how_many_ranks_there_are(monkeypatch):
     costs = [sharded_steps(monkeypatch, ranks) for ranks in (8, 64, RANKS)]
     assert costs[0] == costs[1] == costs[2]

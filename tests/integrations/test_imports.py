@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = sorted((ROOT / "src" / "gradgate" / "integrations").glob("[!_]*.py"))
 FRAMEWORKS = {
@@ -22,6 +24,7 @@ FRAMEWORKS = {
 }
 
 
+@pytest.mark.slow
 def test_no_public_name_imports_a_framework():
     code = (
         "import sys, gradgate, gradgate.integrations\n"

@@ -39,6 +39,7 @@ def test_tensorboard_has_every_step(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_wandb_joins_the_rows_of_the_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -50,6 +51,7 @@ def test_wandb_joins_the_rows_of_the_run(tmp_path, monkeypatch):
     assert [row["gradgate/step"] for row in rows] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_change(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no other

@@ -46,6 +46,7 @@ def adapted():
 PREFIX = "base_model.model."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", PREFIX])
 def test_names_with_and_without_the_prefix(adapted, prefix):
     frozen = gg.freeze(adapted, f"{prefix}model.layers.0.*")

@@ -78,6 +78,7 @@ class Stuck(Stepped):
         raise OSError("no such shard")
 
 
+@pytest.mark.slow
 @WORKERS
 @pytest.mark.parametrize("refill", [False, True])
 def test_a_stream_that_never_gives_anything_does_not_go_on_forever(workers, refill):

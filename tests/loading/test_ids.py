@@ -195,6 +195,7 @@ def test_ids_are_those_of_the_batch_or_none(wrapper, size, batch_size, raises, n
                 assert found is None or all(name in (None, true) for name, true in zip(found, truth, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("refill", [False, True])
 def test_the_same_with_workers(workers, refill):
@@ -203,6 +204,7 @@ def test_the_same_with_workers(workers, refill):
         assert all(ids_of(batch, len(batch[0])) == true_ids(batch) for batch in wrapper(loader))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(wrapper=st.sampled_from([moved, in_a_thread, inputs_only, one_ahead]), size=st.integers(2, 20))
 def test_batches_that_are_alike_have_no_ids_unless_they_are_the_same_tensors(wrapper, size):
@@ -213,6 +215,7 @@ def test_batches_that_are_alike_have_no_ids_unless_they_are_the_same_tensors(wra
         assert found == (f"row {index}",) or (found in (None, (None,)) and wrapper is not one_ahead)
 
 
+@pytest.mark.slow
 def test_a_batch_that_no_loader_gave_has_no_ids():
     list(loader_of(Table(8), 4))
     assert ids_of(torch.zeros(4, 2), 4) is None
@@ -220,6 +223,7 @@ def test_a_batch_that_no_loader_gave_has_no_ids():
     assert ids_of(["a", "b"], 2) is None
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_done_does_not_make_the_copies_of_another_one_doubtful():
     first, second = (gg.resilient(DataLoader(Table(4), batch_size=2), ids=names) for names in ("abcd", "efgh"))
     list(first)
@@ -229,6 +233,7 @@ def test_a_loader_that_is_done_does_not_make_the_copies_of_another_one_doubtful(
     assert [ids_of(batch, 2) for pair in both for batch in pair] == [(None, None)] * 4
 
 
+@pytest.mark.slow
 def test_batches_of_texts_arrays_named_tuples_and_dataclasses():
     numpy = pytest.importorskip("numpy")
     texts = gg.resilient(DataLoader(["a", "b", "c"], batch_size=2, collate_fn=list))
@@ -249,6 +254,7 @@ def training(**arguments):
     return gg.Guard(model, **arguments), lambda batch: model(batch[0]).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [direct, one_ahead, moved, in_a_thread])
 @pytest.mark.parametrize("told", [False, True])
 def test_the_guard_writes_down_the_right_sample(wrapper, told, tmp_path):
@@ -260,12 +266,14 @@ def test_the_guard_writes_down_the_right_sample(wrapper, told, tmp_path):
     assert gg.Ledger(tmp_path / "run.ledger").bad_ids() == {"row 5", "row 33"}
 
 
+@pytest.mark.slow
 def test_where_ids_cannot_be_known_there_is_the_row_and_no_id():
     guard, loss_fn = training()
     dropped = [guard.backward(batch, loss_fn).dropped for batch in changed(loader_of(Table(8, (), {6}), 4))]
     assert [(incident.row, incident.sample_id) for incidents in dropped for incident in incidents] == [(2, None)]
 
 
+@pytest.mark.slow
 def test_ids_of_the_loader_for_a_changed_batch_are_believed_where_nothing_is_loaded_ahead(tmp_path):
     guard, loss_fn = training(ledger=tmp_path / "run.ledger")
     for ahead in (direct, one_ahead):
@@ -274,6 +282,7 @@ def test_ids_of_the_loader_for_a_changed_batch_are_believed_where_nothing_is_loa
         assert [incident.sample_id for incident in results[0].dropped] == ["row 2" if ahead is direct else None]
 
 
+@pytest.mark.slow
 def test_forward_finds_them_too():
     guard, _ = training()
     heap = []
@@ -285,6 +294,7 @@ def test_forward_finds_them_too():
     assert [incident.sample_id for incident in heap] == ["row 6"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ids", "batch"),
     [
@@ -304,6 +314,7 @@ def test_ids_that_are_in_the_batch(ids, batch):
     assert [incident.sample_id for incident in given.dropped] == ["g"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
@@ -322,6 +333,7 @@ def test_what_is_wrong_about_ids_is_said_at_the_first_step(ids, words):
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_copies_of_batches_far_behind_the_loader_have_no_ids():
     """The tensors themselves are found as long as they are alive; copies are compared with recent batches only."""
     loader = loader_of(Table(AT_MOST + 10), 1)
@@ -336,6 +348,7 @@ def test_copies_of_batches_far_behind_the_loader_have_no_ids():
 # --- one numbering --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [direct, one_ahead, moved])
 @pytest.mark.parametrize("linked", ["ledger", "batches"])
 def test_loading_incidents_have_the_steps_and_epochs_of_the_guard(wrapper, linked, tmp_path):
@@ -356,6 +369,7 @@ def test_loading_incidents_have_the_steps_and_epochs_of_the_guard(wrapper, linke
     assert guard.global_step == 108
 
 
+@pytest.mark.slow
 def test_the_loop_sets_the_step_and_validation_does_not_count(tmp_path):
     guard, loss_fn = training(ledger=tmp_path / "run.ledger")
     loader = gg.resilient(DataLoader(Table(8, {0, 3, 4, 7}), batch_size=2), ledger=tmp_path / "run.ledger")
@@ -369,6 +383,7 @@ def test_the_loop_sets_the_step_and_validation_does_not_count(tmp_path):
     assert [incident.step for incident in loader.incidents[4:]] == [52] * 4
 
 
+@pytest.mark.slow
 def test_a_loader_without_a_guard_counts_by_itself():
     loader = loader_of(Table(6, {1, 4}), 2)
     for _ in range(2):
@@ -376,6 +391,7 @@ def test_a_loader_without_a_guard_counts_by_itself():
     assert [(incident.epoch, incident.step) for incident in loader.incidents] == [(0, 0), (0, 2), (1, 3), (1, 5)]
 
 
+@pytest.mark.slow
 def test_a_guard_that_steps_with_the_batches_of_a_loader_numbers_its_incidents():
     guard, loss_fn = training()
     guard.epoch, guard.global_step = 7, 30

@@ -195,6 +195,7 @@ WITH_WORKERS = {
 }
 
 
+@pytest.mark.slow
 @TRAININGS
 @pytest.mark.parametrize("name", WITH_WORKERS)
 def test_it_gives_what_the_loader_gives_with_workers(name, refill):
@@ -205,6 +206,7 @@ def fixed_seed(worker_id):
     torch.manual_seed(12345 + worker_id)
 
 
+@pytest.mark.slow
 def test_worker_init_fn_runs_in_each_worker_and_its_errors_are_raised():
     check(lambda: DataLoader(Numbers(4, lambda i: torch.rand(1)), num_workers=2, worker_init_fn=fixed_seed), epochs=1)
 
@@ -285,6 +287,7 @@ def test_what_can_be_changed_counts_from_the_next_epoch_on():
     assert (ours.num_workers, ours.note, ours.worker_init_fn) == (1, "mine", fixed_seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torch_warns_of_a_stream_that_is_longer_than_it_said(workers):
     """With two workers that share nothing out, each gives all of it."""
@@ -364,6 +367,7 @@ def test_a_result_of_autograd_cannot_be_sent_either():
 # --- nothing to load ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_empty_loader_can_be_refilled(workers):
     for loader in (DataLoader([], num_workers=workers), DataLoader(DATA, batch_sampler=[], num_workers=workers)):

@@ -68,6 +68,7 @@ def test_drop_last_and_a_batch_without_any_good_sample(workers, refill, expected
     assert loader.skipped == (0 if refill else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", range(5, 14))
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_refill_with_workers_at_every_end(size, drop_last):
@@ -82,6 +83,7 @@ def test_refill_with_workers_at_every_end(size, drop_last):
     assert drop_last or len(loader.incidents) == len(bad)
 
 
+@pytest.mark.slow
 @WORKERS
 def test_refill_with_a_batch_sampler_of_ones_own(workers):
     """Its batches have different sizes; they keep them."""
@@ -107,6 +109,7 @@ def test_single_samples_without_batches(workers):
     assert bad_ids(loader) == ["2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("refill", [False, True])
 def test_epochs_with_persistent_workers_and_shuffling(settings, refill):
@@ -123,6 +126,7 @@ def test_epochs_with_persistent_workers_and_shuffling(settings, refill):
     assert sorted(incident.epoch for incident in ours.incidents) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.slow
 @WORKERS
 @pytest.mark.parametrize("refill", [False, True])
 def test_the_healthy_path_is_that_of_the_plain_loader(workers, refill):
@@ -208,6 +212,7 @@ def test_a_generator_that_raised_is_finished_and_says_so(workers, refill):
     assert incident.cause == "exception, and the generator is finished"
 
 
+@pytest.mark.slow
 def test_a_stream_shared_by_workers_and_one_set_up_by_worker_init_fn():
     loader = gg.resilient(DataLoader(Sharded(4, {1}), batch_size=2, num_workers=2))
     assert sorted(i for batch in given(loader) for i in batch) == [0, 2, 3, 100, 102, 103]
@@ -253,6 +258,7 @@ class Heap:
         self.incidents += incidents
 
 
+@pytest.mark.slow
 @WORKERS
 def test_incidents_go_to_a_sink_or_a_ledger_and_to_the_log(workers, tmp_path, caplog):
     heap = Heap()

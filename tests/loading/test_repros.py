@@ -10,6 +10,7 @@ from tests.loading.broken import BrokenFile, Generated, Nothing, Numbers, Steppe
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
+@pytest.mark.slow
 @WORKERS
 def test_42_one_bad_sample_of_twelve(workers):
     with pytest.raises(OSError, match="truncated image"):
@@ -48,6 +49,7 @@ def test_44_an_exception_class_that_needs_arguments():
     assert loader.exceptions[loader.incidents[0].id].offset == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_68_the_neighbours_of_a_bad_sample(workers):
     good = [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]

@@ -68,6 +68,7 @@ def test_the_rest_of_an_epoch_and_the_epochs_after_it(make, refill, stop, datase
     assert {one.epoch for one in again.incidents} <= {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "settings", [{}, {"worker_timeout": 60}, {"refill": True}, {"worker_timeout": 60, "refill": True}]

@@ -27,6 +27,7 @@ def blamed(loader):
     return [(one.sample_id, one.row) for one in loader.incidents if not one.transient]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_samples_that_kill_their_worker_cost_themselves(monkeypatch, tmp_path):
     """By a signal, a crash and an exit, two of them in one batch, first and last of the epoch; workers start anew."""
@@ -62,6 +63,7 @@ def test_samples_that_hang_their_worker_cost_themselves():
     assert incidents[0].message == f"the worker did not come back within {TIMEOUT:g} s"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_worker_that_was_killed_from_outside_costs_nobody(tmp_path):
     loader = watched(DeadlyOnce(9, {4}, tmp_path / "mark"), 60, loader={"persistent_workers": True})
@@ -71,6 +73,7 @@ def test_a_worker_that_was_killed_from_outside_costs_nobody(tmp_path):
     assert (incident.sample_id, incident.cause, incident.transient) == ("4", "killed its worker, not again", True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("dataset", "loader"),
@@ -103,6 +106,7 @@ def test_the_order_and_later_epochs_are_those_of_the_plain_loader():
     assert batches(watched) == without
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_fault_of_the_code_is_raised():
     loader = watched(Deadly(6, dict.fromkeys(range(6), signal.SIGKILL)), 60, loader={"num_workers": 1})

@@ -264,6 +264,7 @@ def test_compiled_mapped_and_without_data(kw):
     )
 
 
+@pytest.mark.slow
 def test_wrong_arguments():
     x = torch.ones(2, 3)
     with pytest.raises(gg.errors.ArgumentTypeError, match="`target` is the list"):

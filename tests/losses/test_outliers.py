@@ -99,6 +99,7 @@ def test_more_than_sixteen_million_elements(method):
     assert (~inside).nonzero().flatten().tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["mad", "zscore", "iqr", "quantile"])
 def test_compiled_and_without_data(method):
     x = torch.tensor([1.0, 2.0, NAN, 3.0, 500.0, 2.5, 1.5])

@@ -191,6 +191,7 @@ def test_the_adaptive_loss_learns(alpha):
         assert shape.grad.isfinite()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "low", "high"), [("Normal", 1.4, 2.0), ("Cauchy", 0.0, 0.4)])
 def test_a_learned_alpha_finds_the_tail_of_the_residuals_and_stays(name, low, high):
     torch.manual_seed(0)

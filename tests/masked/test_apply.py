@@ -46,6 +46,7 @@ def test_every_promise_with_both_branches():
     witness(call(gg.apply_where), call(one_by_one), KEEP, X, Y, promises=REAL - {"vmap", "expanded"})
 
 
+@pytest.mark.slow
 def test_every_promise_with_a_fill_value():
     # rolled masks would meet values that log cannot take, so vmap sees a function that takes them all
     def call(fn):
@@ -119,6 +120,7 @@ def test_what_is_left_out_gets_exactly_zero_whatever_arrives():
     assert gradient.tolist() == [2.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["eager", "compiled", "vmap"])
 def test_tensors_that_the_function_closes_over_learn_from_its_own_elements_only(form):
     w = torch.tensor(2.0, requires_grad=True)
@@ -136,6 +138,7 @@ def test_tensors_that_the_function_closes_over_learn_from_its_own_elements_only(
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_functions_still_see_only_their_own_elements():
     x = torch.tensor([1.0, 3.0, -1.0])
     shares = torch.compile(lambda x: gg.apply_where(x > 0, x, lambda a: a / a.sum()), fullgraph=True, backend="eager")

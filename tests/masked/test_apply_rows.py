@@ -143,6 +143,7 @@ def test_everything_kept_is_the_function_itself():
     assert gg.apply_rows(torch.ones(0, dtype=torch.bool), x[:0], torch.exp).shape == (0, 2)
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_serves_every_number_of_rows():
     x = torch.randn(4, 3)
     layer = torch.nn.Linear(3, 2)

@@ -121,6 +121,7 @@ def test_an_excluded_value_is_the_mask_of_it(value, dtype):
                 assert_equal(recorded, expected, equal_nan=True, msg=law.name)  # rounded once more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("promise", ["compile", "vmap", "func_grad", "jvp", "fake"])
 @pytest.mark.parametrize("law", [BY_NAME[n] for n in TRACED], ids=lambda law: law.name)
 def test_what_traces_takes_the_composition(law, promise):

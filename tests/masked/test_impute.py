@@ -149,6 +149,7 @@ def test_errors_say_what_and_how():
         masked.impute([1.0])
 
 
+@pytest.mark.slow
 def test_a_function_cannot_be_called_inside_vmap_or_compile():
     def call(x):
         return masked.impute(x, keep=x > 0, using=torch.amax)

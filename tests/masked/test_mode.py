@@ -139,6 +139,7 @@ def test_wild_values(wild):
     check_rows(x, torch.rand(10, 30) < 0.5)
 
 
+@pytest.mark.slow
 def test_rows_whose_values_are_all_different():
     check_rows(torch.randn(30, 50), None)
     check_rows(torch.randint(-(2**62), 2**62, (30, 50)), torch.rand(30, 50) < 0.9)
@@ -219,6 +220,7 @@ X = torch.tensor([[1.0, 2.0, 2.0, 1.0], [3.0, 3.0, 0.5, 3.0], [4.0, 4.0, 4.0, 4.
 KEEP = torch.tensor([[True, True, True, True], [False, True, True, True], [True, False, True, False]])
 
 
+@pytest.mark.slow
 def test_every_promise():
     found = [lambda x, keep: masked.mode(x, keep=keep, empty=0).values, by_index]
     # A small step makes equal values unequal, so there is no numeric derivative here.

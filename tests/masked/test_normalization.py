@@ -14,6 +14,7 @@ from tests.masked.normalization import batch_norm_oracle, layer_norm_oracle
 NAN = float("nan")
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([NAN, float("inf"), 5.0]), st.booleans(), st.booleans())
 def test_batch_norm_is_that_of_what_is_kept(seed, garbage, training, whole_samples):
@@ -36,6 +37,7 @@ def test_batch_norm_is_that_of_what_is_kept(seed, garbage, training, whole_sampl
     assert torch.equal(ours, start) is (not training or not keep.any())
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([NAN, float("inf"), 5.0]))
 def test_layer_norm_is_that_of_what_is_kept(seed, garbage):
@@ -78,6 +80,7 @@ def test_with_everything_kept_they_are_the_plain_functions():
     torch.testing.assert_close(masked.layer_norm(x, [3], keep=ones), F.layer_norm(x, [3]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("promise", ["compile", "vmap", "jvp", "func_grad", "fake", "float16", "gradcheck"])
 def test_ways_of_using_them(promise):
     x = torch.randn(4, 3, dtype=torch.float64)

@@ -92,6 +92,7 @@ def test_values_are_those_of_torch_masked(name, dtype, operations):
         torch.testing.assert_close(ours[where].to(theirs.dtype), theirs[where], equal_nan=True, msg=f"{name} {sample}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OURS if name not in INDICES])
 def test_gradients_by_finite_differences(name, operations):
     for sample in samples(operations[name], torch.float64, CHECKED):

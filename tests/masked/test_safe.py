@@ -98,6 +98,7 @@ GOOD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOOD)
 def test_everywhere_else_it_is_the_plain_operation(name):
     fn, plain, inputs, promises = GOOD[name]
@@ -105,6 +106,7 @@ def test_everywhere_else_it_is_the_plain_operation(name):
     witness(fn, plain, *inputs, promises=promises, empty=[x[:0] if x.dim() == 2 else x for x in inputs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [2, 3.0, 0, -1, 1, 0.5, -0.5, 1.5])
 def test_pow_with_a_number_is_the_plain_one_away_from_the_bad_points(exponent):
     witness(lambda x: safe_pow(x, exponent), lambda x: x**exponent, torch.rand(3, 2) + 0.2)
@@ -186,6 +188,7 @@ def test_norm_and_normalize_vector_by_vector(rows):
     check_against(safe_normalize, oracle_normalize, [x])
 
 
+@pytest.mark.slow
 def test_bad_points_under_vmap_and_compile():
     x = torch.tensor([[1.0, 0.0], [2.0, 3.0], [0.0, 0.0]])
     for fn in (safe_log, safe_sqrt, safe_normalize, lambda x: safe_divide(1.0, x), lambda x: safe_pow(x, -0.5)):

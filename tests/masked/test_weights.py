@@ -73,6 +73,7 @@ def test_a_weight_of_2_is_the_element_twice_and_0_is_not_there(name, drawn, garb
         assert all((gradient[~keep | (weights == 0)] == 0).all() for gradient in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sum", "mean", "var 1", "std 1", "quantile linear"])
 def test_weights_are_witnessed(name):
     fn = WEIGHTED[name][0]

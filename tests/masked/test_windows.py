@@ -59,6 +59,7 @@ def test_a_pool_is_the_plain_function_of_what_each_window_keeps(name, drawn, gar
     )
 
 
+@pytest.mark.slow
 @few
 @given(images(), st.sampled_from(GARBAGE), st.sampled_from([1, 2]), st.integers(1, 2))
 def test_a_convolution_scales_what_each_window_keeps(drawn, garbage, groups, dilation):

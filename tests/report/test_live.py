@@ -69,6 +69,7 @@ def test_the_data_follows_the_file(view, writer):
     assert unpacked(ask(view, "/data")[2])["diagnosis"] == diagnosis()
 
 
+@pytest.mark.slow
 def test_another_process_writes_meanwhile(view, writer):
     code = """
 ledger = Ledger(sys.argv[1])

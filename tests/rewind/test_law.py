@@ -35,6 +35,7 @@ def test_a_gradient_scaler():
     assert check_law(stream(60, [40]), {"every": 7}, optimizer="sgd", scaled=True)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation():
     rewound = check_law(stream(120, [80, 83]), {"every": 7}, accumulate=2)
     assert 40 in rewound[0].skipped
