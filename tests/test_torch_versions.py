@@ -1,6 +1,7 @@
 """One file knows the private names of torch; which versions of torch are tested."""
 
 import ast
+import functools
 import importlib.util
 import pkgutil
 import re
@@ -53,16 +54,24 @@ def own_names(tree):
             yield node.id if isinstance(node, ast.Name) else node.attr
 
 
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-# An integration uses private names of its framework too; those that objects of torch have are still found.
-OF_FRAMEWORKS = {
-    node.attr if isinstance(node, ast.Attribute) else node.value
-    for path, tree in TREES.items()
-    if path.parent.name == "integrations"
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Attribute) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-}
-OWN = {name for tree in TREES.values() for name in own_names(tree) if is_private(name)} | STANDARD | OF_FRAMEWORKS
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def own():
+    """Collect the private names that are none of torch's."""
+    names = {name for path in SOURCES for name in own_names(tree_of(path)) if is_private(name)}
+    # An integration uses private names of its framework too; those that objects of torch have are still found.
+    of_frameworks = {
+        node.attr if isinstance(node, ast.Attribute) else node.value
+        for path in SOURCES
+        if path.parent.name == "integrations"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    }
+    return names | STANDARD | of_frameworks
 
 
 def private_torch_names(tree):
@@ -74,7 +83,7 @@ def private_torch_names(tree):
             if node.attr == "__version__" and owner == "torch":
                 yield "torch.__version__"
             elif is_private(node.attr) and (
-                node.attr not in OWN
+                node.attr not in own()
                 or owner.split(".")[0] == "torch"
                 or (owner.split(".")[-1] not in ("self", "cls", "guard") and node.attr in OF_OBJECTS)
             ):
@@ -93,14 +102,16 @@ def private_torch_names(tree):
                 }
                 yield from (f"{node.name}.{name}" for name in (methods | of_self) & OF_OBJECTS if is_private(name))
         elif isinstance(node, ast.MatchClass):
-            yield from (name for name in node.kwd_attrs if is_private(name) and (name in OF_OBJECTS or name not in OWN))
+            yield from (
+                name for name in node.kwd_attrs if is_private(name) and (name in OF_OBJECTS or name not in own())
+            )
         elif (text := literal_text(node)) is not None and re.fullmatch(r"[\w.:]+", text):
             parts = [part for part in re.split("[.:]", text) if is_private(part)]
             if parts and (text.startswith("torch") or not OF_OBJECTS.isdisjoint(parts)):
                 yield repr(text)
             user = parents.get(node)
             looks_up = isinstance(user, ast.Call) and ast.unparse(user.func).rpartition(".")[2] in LOOKUPS
-            if (looks_up or isinstance(user, ast.Subscript)) and not OWN.issuperset(parts):
+            if (looks_up or isinstance(user, ast.Subscript)) and not own().issuperset(parts):
                 yield repr(text)
 
 
@@ -117,11 +128,13 @@ def literal_text(node):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_other_file_uses_a_private_name_of_torch(path):
-    assert not list(private_torch_names(TREES[path]))
+    assert not list(private_torch_names(tree_of(path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
@@ -354,7 +367,7 @@ def untraceable(tree):
 
 
 def test_compiled_packages_use_what_the_oldest_dynamo_knows():
-    trees = {path: tree for path, tree in TREES.items() if path.relative_to(PACKAGE).parts[0] in TRACED}
-    found = [line for tree in trees.values() for line in untraceable(tree)]
+    traced = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] in TRACED]
+    found = [line for path in traced for line in untraceable(tree_of(path))]
     assert found == []
     assert len(list(untraceable(ast.parse("isinstance(x, int | str)\nzip(a, b, strict=False)")))) == 2
