@@ -92,7 +92,8 @@ def main():
         arguments += failed
     os.chdir(ROOT)
     results = Results(outcomes)
-    code = pytest.main(["--numprocesses", os.environ.get("COMPAT_PROCESSES", "2"), *arguments], plugins=[results])
+    parallel = ["--numprocesses", os.environ.get("COMPAT_PROCESSES", "2"), "--dist", "worksteal"]
+    code = pytest.main([*parallel, *arguments], plugins=[results])
     OUTCOMES.write_text(json.dumps(outcomes, indent=0), encoding="utf-8")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     new = row(torch.__version__.partition("+")[0], platform.python_version(), day, commit(), outcomes)
