@@ -15,8 +15,12 @@ import gradgate as gg
 from gradgate._torch_private import ThreadModes
 
 SOURCES = str(Path(gg.__file__).parent)
-# Between the addition of gradients and the return there is no call and no jump: only a tracer can raise there.
-ATOMIC = ("state.open, guard._tally, guard.global_step = False, tally, step", "return result")
+# Between the addition of gradients and the return there is no call and no jump: only a tracer can raise there. The rest
+# are limits that tests state: leaving torch.no_grad(), and the moment before a clean-up begins.
+ATOMIC = {
+    "run": ("state.open, guard._tally, guard.global_step = False, tally, step", "return result"),
+    "to_the_end": ("interrupt: BaseException | None = None", "for _ in range(ATTEMPTS):"),
+}
 
 
 class Interrupts:
@@ -47,9 +51,8 @@ class Interrupts:
 
 
 def _is_atomic(frame):
-    if frame.f_code.co_name != "run":
-        return False
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() in ATOMIC
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return line in ATOMIC.get(frame.f_code.co_name, ()) or (line.startswith("with") and "torch.no_grad()" in line)
 
 
 def process_state():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradgate as gg
+from gradgate.doctor import _watch
 from tests.interrupting import Interrupts, differences, process_state
 
 
@@ -55,6 +56,24 @@ def test_an_interrupt_leaves_the_process_as_it_was(call):
             assert set(differences(before, after)) <= {"random"}, lines
     assert interrupts > 10
     call(model, optimizer)
+
+
+def test_limit_an_interrupt_just_before_a_clean_up_leaves_the_hook(monkeypatch):
+    """Between the end of a block and the first line that could catch it, nothing can."""
+
+    def interrupted(clean_up):
+        raise KeyboardInterrupt
+
+    model = _model()
+    before = process_state()
+    watch = gg.watch(model).__enter__()
+    with monkeypatch.context() as patched:
+        patched.setattr(_watch, "to_the_end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            watch.__exit__(None, None, None)
+    assert differences(before, process_state()) == ["hooks"]
+    watch.__exit__(None, None, None)  # leaving again takes it away
+    assert differences(before, process_state()) == []
 
 
 def test_an_interrupted_replay_returns_to_the_weights_of_now():
