@@ -52,15 +52,15 @@ class Library:
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))
         try:
-            version, level = loaded.gg_version(), loaded.gg_level()
+            if loaded.gg_version() != sources_version():
+                raise OSError(f"{path} was built from other sources than those beside it")
+            level = loaded.gg_level()
             for name, (result, arguments) in _KERNELS.items():
                 function = getattr(loaded, f"gg_{name}_{level}")
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
         except AttributeError as error:
             raise OSError(f"{path} is not the library of gradgate: {error}") from None
-        if version != sources_version():
-            raise OSError(f"{path} was built from other sources than those beside it")
         self.level: str = LEVELS[level]
 
     def __getattr__(self, name: str) -> Any:  # the kernels, for the type checker
