@@ -51,6 +51,7 @@ def test_with_a_diagnosis_and_as_json(path):
     assert data_of((path.parent / "page.html").read_text(encoding="utf-8"))["diagnosis"] == diagnosis()
 
 
+@pytest.mark.slow
 def test_to_the_standard_output(path):
     done = subprocess.run([*GRADGATE, "report", str(path), "-o", "-"], capture_output=True, check=True)
     assert data_of(done.stdout.decode())["ledger"]["total"] == 2
@@ -82,6 +83,7 @@ def test_what_cannot_be_done_is_told_without_a_traceback(path, arguments, code, 
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_serving_ends_cleanly_at_an_interrupt(path, as_json):
     command = [*GRADGATE, "report", str(path), "--serve", *(["--json"] if as_json else [])]

@@ -112,6 +112,7 @@ def test_the_tracer_changes_nothing(name):
     assert all(torch.equal(state[key], traced_state[key]) for key in state)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_runs_uncompiled_and_it_is_said():
     torch._dynamo.reset()  # other tests may have used up its limit of compilations
     m = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3))

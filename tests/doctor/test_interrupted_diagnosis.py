@@ -76,6 +76,7 @@ def test_limit_an_interrupt_just_before_a_clean_up_leaves_the_hook(monkeypatch):
     assert differences(before, process_state()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_replay_returns_to_the_weights_of_now():
     model = _model()
 

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -10,6 +11,7 @@ import gradgate as gg
 from tests.doctor.programs import X, two
 
 
+@pytest.mark.slow
 def test_limit_torch_func_is_run_but_not_explained():
     m = nn.Linear(4, 1)
 

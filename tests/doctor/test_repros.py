@@ -144,6 +144,7 @@ def indent(text):
     return "\n".join(line[8:] for line in text.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("story", STORIES)
 def test_the_right_line_is_named(story, tmp_path, capfd):
     code, source = STORIES[story]

@@ -180,6 +180,7 @@ def test_an_ordinary_exception_has_its_line(tmp_path):
     assert finding.title == "the step raised KeyError: 'missing'"
 
 
+@pytest.mark.slow
 def test_modules_beside_the_script_are_found(tmp_path):
     write(tmp_path, "import torch\nmodel = torch.nn.Linear(2, 1)\n", "beside_the_script.py")
     path = write(

@@ -78,6 +78,7 @@ def leaves(tree, path=()):
             yield from leaves(part, (*path, str(key)))
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(trees)
 def test_every_path_of_any_tree_leads_to_its_tensor(drawn):
@@ -116,6 +117,7 @@ def test_a_module_in_a_tree_becomes_its_state():
     assert torch.equal(new["net"]["bias"], net.bias)
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_tree_and_the_value():
     witness.witness(
         lambda x, v: gg.at({"a": [x, x * 2]})["a.1"][0].multiply(v)["a"][1],

@@ -87,6 +87,7 @@ def test_mode_drop(name):
     )
 
 
+@pytest.mark.slow
 def test_a_single_place_that_is_an_argument():
     """The commonest edit under vmap: each row at its own place."""
     witness.witness(

@@ -71,6 +71,7 @@ def test_it_trains_as_the_whole_table_with_the_other_rows_pinned(optimizer, tied
         handle.verify()
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_sparse_and_name_only_rows_that_were_met():
     model, twin = nn.Embedding(7, 3, sparse=True), nn.Embedding(7, 3, sparse=True)
     twin.load_state_dict(model.state_dict())
@@ -136,6 +137,7 @@ def test_the_gradient_of_the_rows_is_that_of_the_whole_table(data):
     assert training.merge() is table.weight
 
 
+@pytest.mark.slow
 def test_only_the_rows_cost():
     table = nn.Embedding(50_000, 8)
     gg.train_rows(table, rows=range(10))
@@ -148,6 +150,7 @@ def test_only_the_rows_cost():
     assert table.weight.grad is None
 
 
+@pytest.mark.slow
 def test_the_table_has_the_rows_after_every_step():
     model = Language()
     training = gg.train_rows(model.embed, rows=[2])
@@ -163,6 +166,7 @@ def test_the_table_has_the_rows_after_every_step():
 # --- the state dict ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_state_dict_keeps_its_keys_and_loads_into_a_plain_model():
     model, plain = Language(bias=True), Language(bias=True)
     keys = list(model.state_dict())
@@ -176,6 +180,7 @@ def test_the_state_dict_keeps_its_keys_and_loads_into_a_plain_model():
     torch.testing.assert_close(plain(ids), model(ids))
 
 
+@pytest.mark.slow
 def test_loading_reaches_the_rows():
     model, other = Language(), Language()
     training = gg.train_rows(model.embed, rows=[2, 3])
@@ -189,6 +194,7 @@ def test_loading_reaches_the_rows():
     training.verify()
 
 
+@pytest.mark.slow
 def test_a_table_that_does_not_fit_is_torchs_own_error():
     model = Language()
     gg.train_rows(model.embed, rows=[2])
@@ -226,6 +232,7 @@ def test_merge_gives_the_plain_parameter_back():
     gg.train_rows(model.embed, rows=[3]).merge()
 
 
+@pytest.mark.slow
 def test_after_merge_the_same_optimizer_trains_the_whole_table():
     table = nn.Embedding(4, 2)
     training = gg.train_rows(table, rows=[1])
@@ -240,6 +247,7 @@ def test_after_merge_the_same_optimizer_trains_the_whole_table():
     assert torch.equal(table.weight, before - 1)
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_go_on():
     model = Language(bias=True)
     training = gg.train_rows(model.embed, rows=[2])
@@ -261,6 +269,7 @@ def test_copies_and_pickles_go_on():
     training.verify()
 
 
+@pytest.mark.slow
 def test_conversion():
     model = Language(bias=True)
     training = gg.train_rows(model.embed, rows=[2])
@@ -289,6 +298,7 @@ def test_compiled_and_autocast():
         out.sum().backward()
 
 
+@pytest.mark.slow
 def test_functional_call():
     model = Language(bias=True)
     gg.train_rows(model.embed, rows=[2])
@@ -309,6 +319,7 @@ class MovesAll(torch.optim.Optimizer):
                 parameter.data.mul_(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table_first", [False, True])
 def test_the_table_has_the_rows_whatever_the_optimizer_does_to_it(table_first):
     table = nn.Embedding(4, 2)
@@ -320,6 +331,7 @@ def test_the_table_has_the_rows_whatever_the_optimizer_does_to_it(table_first):
     training.verify()
 
 
+@pytest.mark.slow
 def test_called_by_keyword_and_with_a_hook_of_the_user():
     table = nn.Embedding(4, 2)
     seen = []
@@ -357,6 +369,7 @@ def test_what_it_cannot_do_it_says():
         gg.train_rows(table, rows=[1])
 
 
+@pytest.mark.slow
 def test_a_tie_to_something_else_is_refused():
     table, conv = nn.Embedding(3, 2), nn.Conv1d(2, 3, 1)
     conv.weight = table.weight
@@ -364,6 +377,7 @@ def test_a_tie_to_something_else_is_refused():
         gg.train_rows(table, rows=[1])
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_built_too_early_is_told_at_its_first_step():
     table = nn.Embedding(3, 2)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
@@ -376,6 +390,7 @@ def test_an_optimizer_that_was_built_too_early_is_told_at_its_first_step():
     assert table.weight[1, 0] == training.parameters()[0][0, 0]
 
 
+@pytest.mark.slow
 def test_thaw_leaves_the_table_to_merge():
     table = nn.Embedding(3, 2)
     training = gg.train_rows(table, rows=[1])
@@ -385,6 +400,7 @@ def test_thaw_leaves_the_table_to_merge():
     assert table.weight.requires_grad
 
 
+@pytest.mark.slow
 def test_it_can_be_saved_to_a_file():
     table = nn.Embedding(3, 2)
     gg.train_rows(table, rows=[1])

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
@@ -66,6 +67,7 @@ def test_overlapping_pins_count_once():
     assert table["weight"]["why"] == "pin of 6 elements; pin of 6 elements"
 
 
+@pytest.mark.slow
 def test_rows_that_learn_beside_their_table():
     model = Net()
     gg.train_rows(model.embed, rows=[4])

@@ -19,6 +19,7 @@ def step(model, clip, norm):
     return int(clip()), model.weight.grad.norm().item()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0.5, 50), min_size=3, max_size=14), st.floats(0, 8), st.integers(3, 6))
 def test_the_limit_is_the_median_and_its_deviations(norms, threshold, window):

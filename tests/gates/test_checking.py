@@ -123,6 +123,7 @@ def test_limit_a_compiled_vmap_has_no_rule_for_an_assertion():
         torch.compile(torch.vmap(doubled), fullgraph=True, backend="eager")(torch.ones(4, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_guard_drops_the_samples_that_break_it(compiled):
     model = torch.nn.Linear(3, 1)

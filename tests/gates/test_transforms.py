@@ -149,6 +149,7 @@ def test_a_mask_works_in_torch_func_inside_compile():
     assert sloped(torch.ones(2, 3)).tolist() == [[1, 0, 1], [1, 0, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_compiled_function_inside_torch_func():
     compiled = torch.compile(lambda x: (gg.reverse_grad(x) * 2).sum(), backend="aot_eager")
@@ -174,6 +175,7 @@ def test_with_the_default_compiler():
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_strength_in_a_tensor_follows_a_schedule_without_compiling_again():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -37,6 +37,7 @@ def test_gate_with_every_shape_of_mask(keep):
     witness(gg.gate, oracles.gate, X, keep, promises=RULE, empty=empty, exact=True)
 
 
+@pytest.mark.slow
 def test_gate_that_is_all_open_is_the_identity():
     """Then the rule is the true derivative, so the numeric checks hold too."""
     witness(gg.gate, lambda x, keep: x.clone(), X, torch.ones(3, 4, dtype=torch.bool), promises=ALL, exact=True)
@@ -49,6 +50,7 @@ def test_gate_that_is_shut_gives_no_gradient_in_any_way():
     )
 
 
+@pytest.mark.slow
 def test_gate_with_a_callable():
     witness(
         lambda x: gg.gate(x, lambda g: g.real > 0),
@@ -60,6 +62,7 @@ def test_gate_with_a_callable():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.5, -2, 0, 1, 1e-3])
 def test_scale_grad_by_a_number(factor):
     witness(
@@ -67,6 +70,7 @@ def test_scale_grad_by_a_number(factor):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 4), (3, 1), (4,), ()], ids=str)
 def test_scale_grad_by_a_tensor(shape):
     factor = torch.linspace(-1, 1, 12).reshape(3, 4)[tuple(slice(0, n) for n in shape) if len(shape) == 2 else 0]
@@ -133,6 +137,7 @@ def test_finite_grad(fill_value):
     )
 
 
+@pytest.mark.slow
 def test_straight_through():
     """Over (hard, soft) both batched or one of them; the gradient never reaches hard."""
     hard = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0], [-1, -2, -3, -4]])

@@ -114,6 +114,7 @@ class Picky(nn.Module):
         return self.last((marks * (1 + hidden.square())).sqrt())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_bit_identical_to_the_step_without_the_bad_samples(read, dropout):

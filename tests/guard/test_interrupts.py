@@ -122,6 +122,7 @@ def _interrupted(world, call, lines):
 KINDS = ["loss", "exception", "gradient", "prompt", "autocast"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", ["backward", "forward"])
 @pytest.mark.parametrize("bad", [True, False])

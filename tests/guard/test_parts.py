@@ -52,6 +52,7 @@ def same(model, expected):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @settings(max_examples=20, deadline=None)
 @given(size=st.integers(2, 13), limit=st.integers(1, 13))

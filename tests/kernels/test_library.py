@@ -39,6 +39,7 @@ def test_the_library_is_in_force_where_it_was_built():
     assert (_native.library is not None) == (built and not off)
 
 
+@pytest.mark.slow
 def test_the_version_says_which_kernels_are_in_force():
     assert re.search(r", torch kernels \(GRADGATE_NATIVE=0\)$", version_of(GRADGATE_NATIVE="0"))
     assert _native.status in version_of()

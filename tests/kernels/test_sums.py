@@ -74,6 +74,7 @@ def test_an_excluded_value_needs_no_mask(shape, dtype, value):
     assert torch.equal(by_value[1], keep.sum(1))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.integers(0, 4), st.integers(0, 300), st.integers(1, 40), st.sampled_from(FLOATS + INTEGERS))
 def test_any_shape(outer, reduced, inner, dtype):

@@ -136,6 +136,7 @@ def endless(original, index):
     return b"".join(pages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "question"), [("incident_kind", "stats"), ("incident_sample", "bad_ids"), ("incident_time", "incidents")]
 )

@@ -286,6 +286,7 @@ def again_and_again(ask):
         ask()
 
 
+@pytest.mark.slow
 def test_what_a_signal_handler_raises_inside_sqlite_is_raised(tmp_path):
     """SQLite calls back into Python, and sqlite3 swallows what is raised there: Ctrl-C would be a failed ledger."""
     stopped = []

@@ -25,6 +25,7 @@ def test_a_map_style_dataset():
     assert dataset.incidents == (samples[2].incident,)
 
 
+@pytest.mark.slow
 def test_in_a_plain_loader_with_workers_and_a_ledger(tmp_path):
     """The markers stay in the worker; the ledger does not."""
     path = tmp_path / "run.ledger"

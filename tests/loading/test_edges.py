@@ -62,6 +62,7 @@ class Counted(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_refill_loads_again_what_was_prefetched():
     dataset = Counted(12, {1})
     loader = DataLoader(dataset, batch_size=3, num_workers=1, prefetch_factor=2)

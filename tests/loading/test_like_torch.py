@@ -218,6 +218,7 @@ def test_worker_init_fn_runs_in_each_worker_and_its_errors_are_raised():
     assert get_worker_info() is None
 
 
+@pytest.mark.slow
 def test_without_an_order_the_same_batches_come():
     def slow_first(index):
         time.sleep(0.2 if index == 0 else 0)
@@ -228,6 +229,7 @@ def test_without_an_order_the_same_batches_come():
     assert batches == [([0, 1], ("0", "1")), ([2, 3], ("2", "3")), ([4, 5], ("4", "5"))]
 
 
+@pytest.mark.slow
 def test_a_worker_that_takes_too_long_is_a_timeout():
     def sleeps(index):
         time.sleep(3)
@@ -244,6 +246,7 @@ def test_a_worker_that_dies_is_raised():
         next(iter(gg.resilient(DataLoader(Numbers(2, dies), num_workers=1))))
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_loop_is_left():
     before = set(multiprocessing.active_children())
     batches = iter(gg.resilient(DataLoader(DATA, num_workers=2)))
@@ -258,6 +261,7 @@ def test_workers_end_when_the_loop_is_left():
     assert not any(worker.is_alive() for worker in workers)
 
 
+@pytest.mark.slow
 def test_two_loaders_at_once():
     one, two = (iter(gg.resilient(DataLoader(Numbers(4, lambda i: i), num_workers=count))) for count in (1, 2))
     assert [(int(a), int(b)) for a, b in zip(one, two, strict=True)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
@@ -313,6 +317,7 @@ def test_the_length_of_a_stream(refill):
         assert len(gg.resilient(plain, refill=refill)) == len(plain) == len(list(gg.resilient(plain, refill=refill)))
 
 
+@pytest.mark.slow
 def test_pinning_passes_through():
     for workers in (0, 1):
         with warnings.catch_warnings():

@@ -46,6 +46,7 @@ def test_a_bad_sample_costs_one_sample(workers):
     assert incident.details.get("worker") == (1 if workers else None)
 
 
+@pytest.mark.slow
 @WORKERS
 @pytest.mark.parametrize("dataset", [Numbers, Batched])
 def test_refill_keeps_the_order_and_the_size(workers, dataset):
@@ -55,6 +56,7 @@ def test_refill_keeps_the_order_and_the_size(workers, dataset):
     assert loader.skipped == 0
 
 
+@pytest.mark.slow
 @WORKERS
 @pytest.mark.parametrize(
     ("refill", "expected"), [(False, [[3, 4, 5], [6, 8], [9, 11]]), (True, [[3, 4, 5], [6, 8, 9], [11, 12, 13]])]
@@ -150,6 +152,7 @@ class Noise(Numbers):
 # --- collation -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @WORKERS
 @pytest.mark.parametrize(
     ("dataset", "kept"),
@@ -283,6 +286,7 @@ def test_a_sink_that_raises_is_warned_of_once_and_the_epoch_goes_on(workers):
     assert [one.sample_id for one in loader.incidents] == ["1", "4"]
 
 
+@pytest.mark.slow
 @WORKERS
 def test_the_exception_itself_comes_out_of_the_worker(workers):
     dataset = Numbers(4, {1}, BrokenFile("bad header", 7))
@@ -304,6 +308,7 @@ def test_an_exception_that_cannot_be_pickled_leaves_its_type_and_text():
     assert loader.exceptions == {}
 
 
+@pytest.mark.slow
 def test_pinning_and_other_settings_pass_through():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is nothing to pin for on this machine

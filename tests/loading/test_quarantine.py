@@ -105,6 +105,7 @@ def test_a_released_sample_is_back(ledger):
     assert list(gg.without(list(LETTERS), ledger)) == list("abcdfgh")
 
 
+@pytest.mark.slow
 def test_it_goes_through_a_loader_with_workers(ledger):
     data = TensorDataset(torch.arange(8))
     loader = DataLoader(gg.without(data, ledger), batch_size=2, num_workers=2)

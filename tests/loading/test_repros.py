@@ -28,6 +28,7 @@ def drop_none(samples):
     return default_collate([sample for sample in samples if sample is not None])
 
 
+@pytest.mark.slow
 @WORKERS
 def test_43_none_in_the_batch_and_a_batch_of_nothing_else(workers):
     for collation in (default_collate, drop_none):

@@ -116,6 +116,7 @@ def test_a_fault_of_the_code_is_raised():
     assert not loader.incidents
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_worker_that_dies_at_its_start_is_raised():
     loader = watched(Numbers(6), 60, loader={"num_workers": 1, "worker_init_fn": _dies})
@@ -128,6 +129,7 @@ def _dies(worker_id):
     raise SystemExit(5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_epoch_that_is_left_leaves_no_workers():
     import multiprocessing

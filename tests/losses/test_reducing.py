@@ -74,6 +74,7 @@ def test_garbage_that_is_left_out_changes_neither_value_nor_gradient(case, garba
     assert (gradients[1][out] == 0).all()
 
 
+@pytest.mark.slow
 def test_in_every_way_of_using_it():
     keep = torch.tensor([[True, False, True], [True, True, False]])
     weights = torch.tensor([0.5, 2.0], dtype=torch.float64)

@@ -44,6 +44,7 @@ def test_both_paths_agree(law, drawn, garbage, dtype):
             witness.assert_same(ours[1], plain[1], what=f"gradient {order}", dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["amax", "amin", "softmax", "log_softmax", "logsumexp"])
 @settings(max_examples=30)
 @given(masked_values(), st.sampled_from(GARBAGE[:4]), st.sampled_from(DTYPES[:2]))
@@ -82,6 +83,7 @@ def test_both_paths_agree_on_complex_numbers(name, dtype):
     witness.assert_same(ours[1], plain[1], what="gradient")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(70001,), (300, 301), (3, 70001), (70001, 3), (2, 3, 30000), (5, 40, 41, 3)])
 def test_both_paths_agree_on_large_tensors(shape):
     x, keep = torch.randn(shape), torch.rand(shape) < 0.7

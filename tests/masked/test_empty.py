@@ -149,6 +149,7 @@ def test_interpolation_and_q_are_checked():
 # --- where the host cannot look ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_the_error_comes_from_the_graph():
     """LIMITATIONS.md: a RuntimeError without the slice's name."""
     compiled = torch.compile(lambda x, keep: masked.argmax(x, 1, keep=keep), fullgraph=True, backend="aot_eager")

@@ -74,6 +74,7 @@ def test_the_table_is_there(operations):
     assert len(OURS) >= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64], ids=str)
 @pytest.mark.parametrize("name", OURS)
 def test_values_are_those_of_torch_masked(name, dtype, operations):

@@ -45,6 +45,7 @@ def test_several_masks_and_functions_of_x_must_agree():
     assert masked.impute(x.detach(), keep=torch.isfinite, using=0.0).sum() == 13
 
 
+@pytest.mark.slow
 def test_several_masks_everywhere_keep_is_taken():
     x = torch.tensor([4.0, -1.0, 9.0, NAN])
     both = (torch.isfinite, lambda x: x > 0)
@@ -163,6 +164,7 @@ def test_finite():
     assert masked.valid(torch.tensor([1, 2]), finite=True).all()
 
 
+@pytest.mark.slow
 def test_under_vmap_and_compile():
     x, values = torch.tensor([[1.0, NAN], [2.0, 3.0]]), torch.tensor([NAN, 3.0])
     for exclude in (NAN, [NAN, 3.0], values):

@@ -152,6 +152,7 @@ def observations(draw):
     return x, torch.rand(x.shape, generator=generator) < draw(st.sampled_from([0.0, 0.6, 1.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cov", "corrcoef"])
 @few
 @given(observations(), st.sampled_from(GARBAGE))

@@ -43,6 +43,7 @@ def compare(fn, oracle, inputs, dirty, left_out):
             assert (gradients[0][left_out] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["avg_pool", "max_pool"])
 @few
 @given(images(), st.sampled_from(GARBAGE))

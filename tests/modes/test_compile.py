@@ -50,6 +50,7 @@ def test_the_default_backend_too():
     assert torch.equal(x.grad, torch.ones(3))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_runs_inside_a_mode():
     model = torch.compile(torch.nn.Linear(2, 2), fullgraph=True, backend="aot_eager")
     assert gg.grad_mode(False, lambda: model(torch.ones(1, 2))).requires_grad is False

@@ -195,6 +195,7 @@ class Numbers(Dataset):
         return torch.full((2,), float(index)) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_loaders_inside_a_lock(workers):
     with gg.grad_mode(False):

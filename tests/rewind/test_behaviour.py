@@ -248,6 +248,7 @@ class Stateful:
         self.at = state["at"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader_of", [list, Stateful], ids=["list", "stateful loader"])
 @pytest.mark.parametrize("stop", [3, 30, 41, 42, 43, 44, 46, 55])
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(stop, loader_of):

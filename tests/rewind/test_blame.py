@@ -80,6 +80,7 @@ def test_a_spike_in_the_first_step_has_no_batch_before_it():
     assert found.rows == {0: (1,)}
 
 
+@pytest.mark.slow
 def test_the_others_are_released(tmp_path):
     with gg.Ledger(tmp_path / "run.ledger") as ledger:
         _, _, done, _, _ = trained(poisoned(31, [3]), ledger=ledger, blame=False)
@@ -128,6 +129,7 @@ def test_two_that_are_bad_only_together():
     assert set(found.steps) == {40, 41}
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nobody_had_been_blamed():
     batches = poisoned(31, [3])
 

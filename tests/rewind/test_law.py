@@ -24,6 +24,7 @@ def check_law(batches, options, **training):
     return rewound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_each_optimizer(optimizer):
     rewound = check_law(stream(60, [40]), {"every": 7}, optimizer=optimizer)
@@ -31,6 +32,7 @@ def test_each_optimizer(optimizer):
     assert rewound[0].to_step <= 39
 
 
+@pytest.mark.slow
 def test_a_gradient_scaler():
     assert check_law(stream(60, [40]), {"every": 7}, optimizer="sgd", scaled=True)
 
@@ -41,6 +43,7 @@ def test_gradient_accumulation():
     assert 40 in rewound[0].skipped
 
 
+@pytest.mark.slow
 def test_a_guard_whose_own_drops_stay():
     batches = stream(60, [40])
     for step, row in ((3, 2), (36, 1), (44, 5)):
@@ -49,6 +52,7 @@ def test_a_guard_whose_own_drops_stay():
     assert len(rewound) == 1
 
 
+@pytest.mark.slow
 def test_two_spikes_and_a_warning_at_the_second():
     with pytest.warns(gg.errors.GradgateWarning, match="the second loss spike of this run"):
         rewound = check_law(stream(110, [40, 80]), {"every": 10})

@@ -9,6 +9,7 @@ from tests.truth.__main__ import PAGE, with_table
 CELLS = [pytest.param(row, column, id=f"{row.name}-{column}") for row in rows() for column in COLUMNS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "column"), CELLS)
 def test_cell(row, column):
     said = row.cell(column)
