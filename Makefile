@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Not quiet: an installation that says nothing for minutes looks like one that hangs. uv is faster, where it is there.
 INSTALL := $(if $(shell command -v uv),uv pip install --compile-bytecode --python $(BIN)/python,$(BIN)/pip --disable-pip-version-check install)
 
-.PHONY: help hello demo test quick check compat bench bench-quick docs page browser clean
+.PHONY: help hello demo test quick sample check compat bench bench-quick docs page browser clean
 
 help:                     ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -57,7 +57,10 @@ check: $(VENV)/.dev       ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-quick: check              ## static checks, and a sample of the tests that are not slow, distributed or in a browser
+quick: $(VENV)/.dev       ## static checks, and a sample of the tests that are not slow, distributed or in a browser
+	$(MAKE) --no-print-directory --jobs 2 check sample
+
+sample:
 	$(BIN)/python -m pytest --numprocesses 2 --quick
 
 test: check docs $(VENV)/.frameworks ## everything that must pass

@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("default")
 
 
 LEFT_OUT = ("slow", "distributed", "browser")  # by --quick
-CASES = 4  # of one test function with --quick
+CASES = 3  # of one test function with --quick
 
 
 def pytest_addoption(parser):
@@ -65,7 +65,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run a part with --quick: of each test function the first case, the last one and a few drawn between them."""
+    """Run a part with --quick: of each test function the first case, the last one and one drawn between them."""
     if not config.getoption("quick"):
         return
     functions = {}
