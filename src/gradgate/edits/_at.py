@@ -70,11 +70,11 @@ class Tree:
         """Return what is at the path: an `At` for a tensor, a `Tree` for what contains some."""
         full = f"{self._prefix}.{path}" if self._prefix else str(path)
         tensors = list(_tensors(self._tree))
-        if found := [one for one in tensors if one.name == full]:
+        if found := [one for one in tensors if one.name() == full]:
             # A key may have dots itself: the path of the fewest keys is the one that is meant.
             chosen = sorted(found, key=lambda one: len(one.path))[0]
             return At(_dense(chosen.tensor), chosen.replaced)
-        names = [one.name for one in tensors]
+        names = [one.name() for one in tensors]
         if any(name.startswith(f"{full}.") for name in names):
             return Tree(self._tree, full)
         if isinstance(path, str):
@@ -100,7 +100,6 @@ class _InTree(NamedTuple):
     tensor: torch.Tensor
     replaced: Callable[[Any], Any]
 
-    @property
     def name(self) -> str:
         return ".".join(map(str, self.path))
 
@@ -186,7 +185,7 @@ def at(x: Any, name: str | None = None) -> At[Any] | Tree:
         raise wrong_type(x, "x", "at", why, "gg.at(torch.as_tensor(x))[idx].set(v)")
     chosen: At[Any] | Tree = Tree(x) if name is None else Tree(x)[name]
     if name is not None and isinstance(chosen, Tree):
-        raise _not_there(name, x, [one.name for one in _tensors(x)])
+        raise _not_there(name, x, [one.name() for one in _tensors(x)])
     return chosen
 
 
@@ -443,7 +442,7 @@ class Selection(Generic[Result]):
         if not parsed.advanced:
             value = fit(value, view.shape, function=function)
             return self._finish(x.clone() if parsed.missed else parsed.write(x, pair(view, value)))
-        if len(parsed.advanced) == 1 and parsed.advanced[0].is_mask and not parsed.missed:
+        if len(parsed.advanced) == 1 and parsed.advanced[0].is_mask() and not parsed.missed:
             new = under_mask(parsed.advanced[0], view, value, pair, function)
             if new is not None:
                 return self._finish(parsed.restore(x, new))

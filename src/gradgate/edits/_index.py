@@ -27,7 +27,6 @@ class AdvancedIndex(NamedTuple):
     dim_of_x: int
     tensor: torch.Tensor
 
-    @property
     def is_mask(self) -> bool:
         return self.tensor.dtype is torch.bool
 

@@ -28,7 +28,7 @@ class Scatter:
     """The places of a view that index tensors choose."""
 
     def __init__(self, advanced: Sequence[AdvancedIndex], view: torch.Tensor, mode: str, unique: bool) -> None:
-        unique = unique or all(one.is_mask for one in advanced)
+        unique = unique or all(one.is_mask() for one in advanced)
         self.advanced = _as_index_tensors(advanced)
         dims = [one.dim for one in self.advanced]
         rest = [dim for dim in range(view.dim()) if dim not in dims]
@@ -226,11 +226,11 @@ def _moved(tensor: torch.Tensor, start: int, end: int, width: int) -> torch.Tens
 
 def _as_index_tensors(advanced: Sequence[AdvancedIndex]) -> list[AdvancedIndex]:
     """Return masks as index tensors, one for each of their dimensions."""
-    if not any(one.is_mask for one in advanced):
+    if not any(one.is_mask() for one in advanced):
         return list(advanced)
     found = []
     for one in advanced:
-        tensors = one.tensor.nonzero(as_tuple=True) if one.is_mask else [one.tensor]
+        tensors = one.tensor.nonzero(as_tuple=True) if one.is_mask() else [one.tensor]
         found += [AdvancedIndex(one.dim + i, one.dim_of_x + i, tensor) for i, tensor in enumerate(tensors)]
     return found
 
