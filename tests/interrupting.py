@@ -15,19 +15,19 @@ import gradgate as gg
 from gradgate._torch_private import ThreadModes
 
 SOURCES = str(Path(gg.__file__).parent)
-# Between the addition of gradients and the return there is no call and no jump: only a tracer can raise there. The rest
-# are limits that tests state: leaving torch.no_grad(), and the moment before a clean-up begins.
-ATOMIC = {
-    "run": ("state.open, guard._tally, guard.global_step = False, tally, step", "return result"),
-    "to_the_end": ("interrupt: BaseException | None = None", "for _ in range(ATTEMPTS):"),
-}
+# Between the addition of gradients and the return there is no call and no jump: only a tracer can raise there.
+ATOMIC = {"run": ("state.open, guard._tally, guard.global_step = False, tally, step", "return result")}
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at some of the lines of the library that a block runs, by their numbers."""
+    """Raises KeyboardInterrupt at some of the lines of the library that a block runs, by their numbers.
 
-    def __init__(self, *lines):
+    `spared` are lines, by function, that do not count.
+    """
+
+    def __init__(self, *lines, spared=ATOMIC):
         self.lines = set(lines)
+        self.spared = spared
         self.count = 0
 
     def __enter__(self):
@@ -42,17 +42,16 @@ class Interrupts:
         return self._on_line if frame.f_code.co_filename.startswith(SOURCES) else None
 
     def _on_line(self, frame, event, value):
-        if event == "line" and not _is_atomic(frame):
+        if event == "line" and not self._is_spared(frame):
             self.count += 1
             if self.count in self.lines:
                 sys.settrace(self._on_call)  # an exception in a trace function ends tracing
                 raise KeyboardInterrupt
         return self._on_line
 
-
-def _is_atomic(frame):
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return line in ATOMIC.get(frame.f_code.co_name, ()) or (line.startswith("with") and "torch.no_grad()" in line)
+    def _is_spared(self, frame):
+        lines = self.spared.get(frame.f_code.co_name)
+        return lines is not None and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() in lines
 
 
 def process_state():

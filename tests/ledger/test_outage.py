@@ -282,8 +282,11 @@ class Stop(BaseException):
 
 def again_and_again(ask):
     signal.setitimer(signal.ITIMER_REAL, 0.01, 10.0)  # what is lost comes again: a failure, not an endless test
-    while True:
-        ask()
+    try:
+        while True:
+            ask()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.mark.slow
@@ -311,9 +314,7 @@ def test_what_a_signal_handler_raises_inside_sqlite_is_raised(tmp_path):
                 for ask in asked * 3:
                     with pytest.raises(Stop):
                         again_and_again(ask)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
                 gc.enable()
         assert len(stopped) == 3 * len(asked)

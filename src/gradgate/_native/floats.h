@@ -304,7 +304,7 @@ INLINE void F(fold_units)(int how, int op, int counted, F(Fold) *job, int64_t fr
     __atomic_fetch_add(&job->empty, empty, __ATOMIC_RELAXED);
 }
 
-/* One function for each case: with all of them in one, the compiler takes twice as long. */
+/* One function for each case: with all of them in one, the compiler takes longer. */
 #define CASES(X)                                                                                                        \
     X(BY_VALUE, ELEMENTS, 1) X(BY_NAN, ELEMENTS, 0) X(BY_NAN, ELEMENTS, 1) X(BY_NAN, LARGEST, 1)                        \
     X(BY_NAN, SMALLEST, 1) X(BY_NAN, EXPONENTIALS, 1) X(BY_MASK, ELEMENTS, 0) X(BY_MASK, ELEMENTS, 1)                   \
