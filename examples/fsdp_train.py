@@ -105,7 +105,7 @@ def train_alone(world: int) -> nn.Module:
 
 
 def compare() -> bool:
-    """Train, compare, and print on the first rank; return 1 if a claim fails."""
+    """Train, compare, and print on the first rank; return True if a claim fails."""
     rank, world = dist.get_rank(), dist.get_world_size()
     net, guard, wrong = train_guarded(rank)
     counts = torch.tensor([wrong])
