@@ -31,7 +31,8 @@ FLAGS = [
     "-Wno-psabi",
 ]
 # One object file for each level of the processor; kernels.c says which level is which.
-LEVELS = [["-O1"], ["-mavx2"]] if platform.machine() in ("x86_64", "AMD64") else [[]]
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+LEVELS = [["-O1"], ["-mavx2"], ["-mavx512bw", "-mavx512vl", "-mavx512dq"]] if IS_X86 else [[]]
 
 
 def sources_version(folder: Path = FOLDER) -> int:

@@ -8,6 +8,9 @@ import pytest
 from gradgate import _native
 from tests.kernels.test_library import ROOT, hatch_build
 
+LEVELS = range(1 if _native.library is None else _native.LEVELS.index(_native.library.level) + 1)
+"""Those that this processor runs."""
+
 SANITIZERS = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
@@ -19,10 +22,10 @@ def builds(folder):
 
 
 @pytest.mark.slow
-def test_no_kernel_reads_or_writes_beyond_its_buffers(tmp_path):
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_kernel_reads_or_writes_beyond_its_buffers(level, tmp_path):
     if not builds(tmp_path):
         pytest.skip("there is no C compiler with sanitizers")
-    level = _native.LEVELS.index(_native.library.level) if _native.library is not None else 0
     command = ["cc", *hatch_build.FLAGS, *SANITIZERS, *hatch_build.LEVELS[level], "-O1", "-Wall", "-Wextra", "-Werror"]
     command += [f"-DLEVEL={level}", "-DROUNDS=300", "-DGRADGATE_KERNELS=1", "-I", str(hatch_build.FOLDER)]
     command += [str(ROOT / "tests" / "kernels" / "driver.c"), "-o", str(tmp_path / "driver"), "-lm", "-lpthread"]

@@ -2,13 +2,14 @@
 
 import math
 import threading
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
-from gradgate import _kernels
+from gradgate import _kernels, _native
 from gradgate._kernels import Layout
 
 pytestmark = pytest.mark.skipif(_kernels.library is None, reason="the native kernels are not in force")
@@ -72,6 +73,26 @@ def test_an_excluded_value_needs_no_mask(shape, dtype, value):
     by_mask = _kernels.sums(Layout(x, shape, keep), (shape[0], shape[2]), mean=False)
     torch.testing.assert_close(by_value, by_mask, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(by_value[1], keep.sum(1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_level_of_the_processor_gives_the_same_bits(shape, dtype, monkeypatch):
+    x, mask = values(shape, dtype), odd_mask(shape)
+    layouts = [Layout(x, shape, mask), Layout(x, shape, None, 0 if dtype is torch.uint8 else math.nan)]
+    calls = [_kernels.sums, partial(_kernels.extreme, largest=True), partial(_kernels.extreme, largest=False)]
+    if dtype.is_floating_point:
+        x[torch.rand(shape) < 0.1] = math.nan
+        x[torch.rand(shape) < 0.1] = -0.0
+        calls += [_kernels.logsumexp, _kernels.squares, lambda layout, out: _kernels.valid(x, None, math.nan)]
+        if shape[2] == 1:
+            calls += [lambda layout, out: _kernels.softmax(layout, logarithm=True)]
+    results = []
+    for level in range(_native.LEVELS.index(_kernels.library.level) + 1):
+        monkeypatch.setattr(_kernels, "library", _native.Library(_native.FOLDER / "kernels.so", level))
+        results.append([call(layout, (shape[0], shape[2])) for call in calls for layout in layouts])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

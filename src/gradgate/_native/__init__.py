@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-LEVELS = ("baseline", "AVX2")
+LEVELS = ("baseline", "AVX2", "AVX-512")
 
 _int32, _int64, _double, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -44,17 +44,18 @@ class Library:
 
     Args:
         path: The shared library.
+        level: Which kernels; by default those of the highest level that the processor runs.
 
     Raises:
         OSError: It cannot be loaded, or is not the one that was built from the sources beside it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, level: int | None = None) -> None:
         loaded = ctypes.CDLL(str(path))
         try:
             if loaded.gg_version() != sources_version():
                 raise OSError(f"{path} was built from other sources than those beside it")
-            level = loaded.gg_level()
+            level = loaded.gg_level() if level is None else level
             for name, (result, arguments) in _KERNELS.items():
                 function = getattr(loaded, f"gg_{name}_{level}")
                 function.restype, function.argtypes = result, arguments

@@ -2,17 +2,70 @@
    rows of a tensor with inner == 1, and columns otherwise. */
 
 #define LANES (VECTOR / (int64_t)sizeof(A))
+#define GROUP (128 / (int64_t)sizeof(A)) /* elements of a row that are read together, in as many vectors as they need */
+#define HALF (GROUP / 2)
 #define AV F(Numbers)
 #define IV F(Bits)
+#define TV F(Takes)
 typedef A AV __attribute__((vector_size(VECTOR), aligned(1), may_alias));
 typedef I IV __attribute__((vector_size(VECTOR), aligned(1), may_alias));
+typedef A F(Quarter) __attribute__((vector_size(32), aligned(1), may_alias));
+typedef I F(QuarterBits) __attribute__((vector_size(32), aligned(1), may_alias));
 typedef A F(Any) ANYWHERE;
-#define ALL(number) ((AV){0} + (A)(number))
-#define SELECT(condition, a, b) ((AV)(((IV)(a) & (IV)(condition)) | ((IV)(b) & ~(IV)(condition))))
-#define CLEARED(a, condition) ((AV)((IV)(a) & ~(IV)(condition)))
+#define ALL(number) ((A)(number) - (AV){0}) /* a sum would lose the sign of -0.0 */
 #define VECTORS(n) (((n) + LANES - 1) / LANES)
-#define IS_EXTREME(op) ((op) == LARGEST || (op) == SMALLEST)
-#define START(op) ((A)((op) == LARGEST ? -INFINITY : (op) == SMALLEST ? INFINITY : 0)) /* the result for nothing */
+#define IS_LIMIT(op) ((op) == LARGEST || (op) == EXPONENTIALS) /* -inf stands for what is left out */
+#define START(op) ((A)((op) == LARGEST ? -INFINITY : 0))         /* the result for nothing */
+
+/* Which lanes take part: bits of a mask register, or lanes that are -1; and what is done with them. COUNT takes 1 from the
+   lanes that take part. */
+#if VECTOR == 64
+typedef M TV;
+#define SAME(v) MM(cmp, _mask)(v, v, _CMP_ORD_Q)
+#define DIFFERS(v, w) MM(cmp, _mask)(v, w, _CMP_NEQ_UQ)
+#define EQUAL(v, w) MM(cmp, _mask)(v, w, _CMP_EQ_OQ)
+#define NOT_BELOW(v, w) MM(cmp, _mask)(v, w, _CMP_NLT_UQ)
+#define SELECT(takes, a, b) ((AV)MM(mask_mov, )(b, takes, a))
+#define CLEARED(a, takes) ((AV)MM(maskz_mov, )(takes, a))
+#define ADDED(sum, a, takes) ((AV)MM(mask_add, )(sum, takes, sum, a))
+#define COUNT(note, takes) ((IV)MI(mask_sub)((__m512i)(note), takes, (__m512i)(note), (__m512i)((IV){0} + 1)))
+#define BETWEEN(at, low, high) ((TV)(((UINT64_MAX >> (64 - (high))) & (UINT64_MAX << (low))) >> (at)))
+#define ANY(takes) ((takes) != 0)
+#define MOST(a, b) ((AV)MM(max, )(a, b))
+#else
+typedef IV TV;
+#define SAME(v) ((TV)((v) == (v)))
+#define DIFFERS(v, w) ((TV)((v) != (w)))
+#define EQUAL(v, w) ((TV)((v) == (w)))
+#define NOT_BELOW(v, w) (~(TV)((v) < (w)))
+#define SELECT(takes, a, b) ((AV)(((IV)(a) & (takes)) | ((IV)(b) & ~(takes))))
+#define CLEARED(a, takes) ((AV)((IV)(a) & (takes)))
+#define ADDED(sum, a, takes) ((sum) + CLEARED(a, takes))
+#define COUNT(note, takes) ((note) + (takes))
+#define BETWEEN(at, low, high) F(between)((low) - (at), (high) - (at))
+#define ANY(takes) F(any)(takes)
+#ifdef __AVX2__
+#define MOST(a, b) ((AV)MAX256(a, b))
+#else
+#define MOST(a, b) SELECT((TV)((a) > (b)), a, b) /* b of two zeros, as MAX256 */
+#endif
+
+INLINE TV F(between)(int64_t low, int64_t high)
+{
+    IV lanes;
+    for (int lane = 0; lane < LANES; lane++)
+        lanes[lane] = lane;
+    return (lanes >= (I)low) & (lanes < (I)high);
+}
+
+INLINE int F(any)(TV takes)
+{
+    I any = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        any |= takes[lane];
+    return any != 0;
+}
+#endif
 
 /* The exponential of numbers that are not above 0, within two units in the last place; 0 where it would be subnormal. */
 INLINE AV F(exp)(AV x)
@@ -20,13 +73,13 @@ INLINE AV F(exp)(AV x)
 #if IS_DOUBLE
     const AV shift = ALL(0x1.8p52);
     const double high = 0x1.62e42fefa3800p-1, low = 0x1.ef35793c76730p-45;
-    const IV tiny = x < -708.0;
+    const TV normal = NOT_BELOW(x, ALL(-708.0));
 #else
     const AV shift = ALL(0x1.8p23f);
     const float high = 0x1.62e400p-1f, low = 0x1.7f7d1cp-20f;
-    const IV tiny = x < -87.0f;
+    const TV normal = NOT_BELOW(x, ALL(-87.0f));
 #endif
-    x = CLEARED(x, tiny);
+    x = CLEARED(x, normal);
     AV t = x * (A)1.44269504088896340736 + shift; /* the last bits of t are the integer next to it */
     AV n = t - shift, r = (x - n * high) - n * low;
 #if IS_DOUBLE
@@ -40,17 +93,17 @@ INLINE AV F(exp)(AV x)
 #endif
     p = ((p * r + (A)0.5) * r + 1) * r + 1;
     IV scale = ((IV)t - (IV)shift + (IS_DOUBLE ? 1023 : 127)) << (IS_DOUBLE ? 52 : 23);
-    return CLEARED(p * (AV)scale, tiny);
+    return CLEARED(p * (AV)scale, normal);
 }
 
-/* --- a vector of elements; the last of a row is filled up with left-out ones --------------------------------------------------------------- */
+/* --- a vector of elements; the last of a row is filled up with left-out ones ------------------------------------------ */
 
 INLINE AV F(load)(const F(Any) *x, int64_t n, A fill)
 {
     if (n >= LANES)
         return *(const AV *)x;
     AV v = ALL(fill);
-    memcpy(&v, x, n * sizeof(A));
+    memcpy(&v, x, n > 0 ? n * sizeof(A) : 0);
     return v;
 }
 
@@ -59,142 +112,195 @@ INLINE void F(store)(A *out, int64_t n, AV v)
     if (n >= LANES)
         *(AV *)out = v;
     else
-        memcpy(out, &v, n * sizeof(A));
+        memcpy(out, &v, n > 0 ? n * sizeof(A) : 0);
 }
 
-/* The first lanes. */
-INLINE IV F(below)(int64_t n)
-{
-    IV lanes;
-    for (int lane = 0; lane < LANES; lane++)
-        lanes[lane] = lane;
-    return lanes < (I)n;
-}
-
-/* Say, as 0 and -1, what is left out of LANES elements; `how` is known when this is compiled. */
-INLINE IV F(left_out)(int how, AV v, const uint8_t *mask, int64_t n, A value)
+/* Say which of LANES elements take part; `how` is known when this is compiled. */
+INLINE TV F(takes)(int how, AV v, const uint8_t *mask, int64_t n, A value)
 {
     if (how != BY_MASK)
-        return how == BY_NAN ? ~(IV)(v == v) : (IV)(v == value);
+        return how == BY_NAN ? SAME(v) : DIFFERS(v, ALL(value));
     if (n >= LANES)
-        return F(left)(mask);
+        return F(set)(mask);
     uint8_t padded[LANES] = {0};
-    memcpy(padded, mask, n);
-    return F(left)(padded);
+    memcpy(padded, mask, n > 0 ? n : 0);
+    return F(set)(padded);
 }
 
 /* --- reductions ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
     AV result;
-    IV note; /* of an extreme: where NaN was among the kept; else less 1 for each that is left out, BY_NAN that is kept */
+    IV note; /* less 1 for each that is kept; of LARGEST for each NaN among them */
 } F(State);
 
 /* Two results as one; of NaN it is not said which. */
 INLINE AV F(both)(int op, AV a, AV b)
 {
-    if (!IS_EXTREME(op))
-        return a + b;
-#ifdef __AVX2__
-    return op == LARGEST ? LARGER(a, b) : SMALLER(a, b);
-#else
-    return SELECT(op == LARGEST ? b > a : b < a, b, a);
-#endif
+    if (op == LARGEST)
+        return MOST(a, b);
+    return a + b;
 }
 
-/* Take LANES elements in; `own` is a number of their slice: the mean, the largest. */
-INLINE F(State) F(step)(int how, int op, F(State) s, AV v, IV left, AV own)
+/* Take LANES elements in; `own` is a number of their slice: the mean, the largest, for LARGEST the sign to change. */
+INLINE F(State) F(step)(int op, F(State) s, AV v, TV takes, AV own)
 {
-    if (IS_EXTREME(op) || op == EXPONENTIALS)
-        v = SELECT(left, ALL(op == SMALLEST ? INFINITY : -INFINITY), v);
-    else
-        v = CLEARED(v, left);
-    if (IS_EXTREME(op)) {
-        s.note |= (IV)(v != v);
-        s.result = F(both)(op, s.result, v);
+    if (op == LARGEST) {
+        v = SELECT(takes, (AV)((IV)v ^ (IV)own), ALL(-INFINITY));
+        s.note = COUNT(s.note, DIFFERS(v, v));
+        s.result = MOST(s.result, v);
         return s;
     }
-    if (op == DIFFERENCES)
-        v = CLEARED(v - own, left);
-    else if (op == SQUARES)
-        v = CLEARED((v - own) * (v - own), left);
-    else if (op == EXPONENTIALS)
-        v = F(exp)(v - own);
+    if (op == EXPONENTIALS)
+        s.result += F(exp)(SELECT(takes, v, ALL(-INFINITY)) - own);
     else if (op == EQUALS)
-        v = CLEARED((IV)ALL(1) & (IV)(v == own), left);
-    s.result += v;
-    s.note += how == BY_NAN ? ~left : left; /* what costs no instruction more */
+        s.result = ADDED(s.result, ALL(1), takes & EQUAL(v, own));
+    else {
+        if (op != ELEMENTS)
+            v = CLEARED(v, takes) - own;
+        if (op == SQUARES)
+            v = v * v;
+        s.result = ADDED(s.result, v, takes);
+    }
+    s.note = COUNT(s.note, takes);
     return s;
 }
 
 INLINE double F(either)(int op, double a, double b)
 {
-    if (IS_EXTREME(op))
-        return b != b || (op == LARGEST ? b > a : b < a) ? b : a;
+    if (op == LARGEST)
+        return b != b || b > a ? b : a;
     return a + b;
 }
 
-/* Reduce the lanes of a vector, and add those of another up. */
-INLINE double F(across)(int op, AV v)
+/* Reduce the vectors of a group to one number, in the same order whatever their width. */
+INLINE double F(across)(int op, const F(State) *states)
 {
+    AV results[GROUP / LANES];
+    for (int k = 0; k < GROUP / LANES; k++)
+        results[k] = states[k].result;
+    const F(Quarter) *q = (const F(Quarter) *)results;
+    F(Quarter) all;
+    if (op == LARGEST) {
+        F(Quarter) a = q[0];
+        for (int k = 1; k < 4; k++) {
+            const F(QuarterBits) larger = q[k] > a;
+            a = (F(Quarter))(((F(QuarterBits))q[k] & larger) | ((F(QuarterBits))a & ~larger));
+        }
+        all = a;
+    } else
+        all = (q[0] + q[1]) + (q[2] + q[3]);
 #if !IS_DOUBLE
-    if (!IS_EXTREME(op)) {
-        const Doubles sums = __builtin_convertvector(*(Floats *)&v, Doubles) + __builtin_convertvector(*((Floats *)&v + 1), Doubles);
+    if (op != LARGEST) {
+        const Doubles sums = __builtin_convertvector(*(Floats *)&all, Doubles) + __builtin_convertvector(*((Floats *)&all + 1), Doubles);
         return (sums[0] + sums[2]) + (sums[1] + sums[3]);
     }
 #endif
-    double result = v[0];
-    for (int lane = 1; lane < LANES; lane++)
-        result = F(either)(op, result, v[lane]);
+    double result = all[0];
+    for (int lane = 1; lane < 32 / (int)sizeof(A); lane++)
+        result = F(either)(op, result, all[lane]);
     return result;
 }
 
-INLINE int64_t F(total)(IV v)
+INLINE int64_t F(total)(const F(State) *states)
 {
+    IV notes = {0};
     int64_t total = 0;
-    for (int lane = 0; lane < LANES / 2; lane++)
-        total += v[lane] + v[lane + LANES / 2];
+    for (int k = 0; k < GROUP / LANES; k++)
+        notes += states[k].note;
+    for (int lane = 0; lane < LANES; lane++)
+        total += notes[lane];
     return total;
 }
 
-INLINE double F(fold_row)(int how, int op, int counted, const Input *in, int64_t offset, int64_t n, A own, int64_t *count)
+/* Reduce a block of a row of at least one group. */
+INLINE double F(fold_block)(int how, int op, const F(Any) *x, const uint8_t *mask, int64_t size, A value, A own, int64_t *kept)
+{
+    const AV owns = ALL(own);
+    int64_t i = 0;
+    F(State) states[GROUP / LANES];
+    for (int k = 0; k < GROUP / LANES; k++)
+        states[k] = (F(State)){ALL(START(op)), {0}};
+#define STEP(k, but)                                                                                                    \
+    {                                                                                                                   \
+        AV v = *(const AV *)(x + (k) * LANES);                                                                          \
+        states[k] = F(step)(op, states[k], v, F(takes)(how, v, mask + (k) * LANES, LANES, value) but, owns);            \
+    }
+#define STEPS(but)                                                                                                      \
+    if (op == EXPONENTIALS)                                                                                             \
+        for (int k = 0; k < GROUP / LANES; k++)                                                                         \
+            STEP(k, but(k))                                                                                             \
+    else                                                                                                                \
+        _Pragma("GCC unroll 8") for (int k = 0; k < GROUP / LANES; k++) STEP(k, but(k))
+#define ANY_OF(k)
+#define NEW_OF(k) &BETWEEN((k) * LANES, low, GROUP)
+    for (; i + GROUP <= size; i += GROUP, x += GROUP, mask += GROUP)
+        STEPS(ANY_OF)
+    if (i < size) { /* the last group, but those of it that are in */
+        const int64_t low = GROUP - (size - i);
+        x -= low, mask -= low;
+        STEPS(NEW_OF)
+    }
+#undef STEP
+#undef STEPS
+#undef ANY_OF
+#undef NEW_OF
+    const int64_t note = F(total)(states);
+    *kept -= note;
+    return op == LARGEST && note ? NAN : F(across)(op, states);
+}
+
+/* One of two numbers, without a branch and without arithmetic. */
+INLINE A F(pick)(int first, A a, A b)
+{
+    union {
+        A number;
+        I bits;
+    } one = {a}, other = {b};
+    one.bits = (one.bits & -(I)first) | (other.bits & ((I)first - 1));
+    return one.number;
+}
+
+/* Reduce less than a group, one by one. */
+INLINE double F(fold_few)(int how, int op, const F(Any) *x, const uint8_t *mask, int64_t size, A value, A own, int64_t *kept)
 {
     double result = START(op);
-    int64_t kept = 0;
-    const AV owns = ALL(own);
-    const A value = (A)in->value;
+    A few[GROUP];
+    for (int64_t i = 0; i < size; i++) {
+        const int keep = how == BY_MASK ? mask[i] != 0 : how == BY_NAN ? x[i] == x[i] : x[i] != value;
+        A e = F(pick)(keep, x[i], IS_LIMIT(op) ? (A)-INFINITY : 0);
+        *kept += keep;
+        if (op == LARGEST)
+            result = F(either)(op, result, keep && signbit(own) ? -e : e);
+        else if (op == EXPONENTIALS)
+            few[i] = e;
+        else if (op == EQUALS)
+            result += keep & (e == own);
+        else {
+            e = op == ELEMENTS ? e : F(pick)(keep, e - own, 0);
+            result += op == SQUARES ? e * e : e;
+        }
+    }
+    for (int64_t i = 0; op == EXPONENTIALS && i < size; i += LANES)
+        F(store)(few + i, size - i, F(exp)(F(load)(few + i, size - i, -INFINITY) - own));
+    for (int64_t i = 0; op == EXPONENTIALS && i < size; i++)
+        result += few[i];
+    return result;
+}
+
+INLINE double F(fold_row)(int how, int op, const Input *in, int64_t offset, int64_t n, A own, int64_t *kept)
+{
+    double result = START(op);
     A block[BLOCK] ALIGNED;
+    *kept = 0;
     for (int64_t first = 0; first < n; first += BLOCK) {
         const int64_t size = LEAST(n - first, BLOCK);
         const F(Any) *x = F(read)(in, offset + first, size, block);
         const uint8_t *mask = how == BY_MASK ? in->mask + offset + first : (const uint8_t *)x;
-        int64_t i = 0;
-        F(State) a = {ALL(START(op)), {0}}, b = a, c = a, d = a;
-#define STEP(s, at, n, but)                                                                                             \
-    {                                                                                                                   \
-        AV v = F(load)(x + (at), n, value);                                                                             \
-        s = F(step)(how, op, s, v, F(left_out)(how, v, mask + (at), n, value) | (but), owns);                           \
+        const A value = (A)in->value;
+        result = F(either)(op, result, size < GROUP ? F(fold_few)(how, op, x, mask, size, value, own, kept)
+                                                    : F(fold_block)(how, op, x, mask, size, value, own, kept));
     }
-        for (; op != EXPONENTIALS && i + 4 * LANES <= size; i += 4 * LANES) {
-            STEP(a, i, LANES, 0)
-            STEP(b, i + LANES, LANES, 0)
-            STEP(c, i + 2 * LANES, LANES, 0)
-            STEP(d, i + 3 * LANES, LANES, 0)
-        }
-        for (; i + LANES <= size; i += LANES)
-            STEP(a, i, LANES, 0)
-        if (i < size && size >= LANES) /* the last LANES, but those that are in */
-            STEP(b, size - LANES, LANES, F(below)(LANES - (size - i)))
-        else if (i < size)
-            STEP(b, i, size - i, 0)
-#undef STEP
-        const AV all = F(both)(op, F(both)(op, a.result, b.result), F(both)(op, c.result, d.result));
-        const int64_t note = F(total)((a.note + b.note) + (c.note + d.note));
-        result = F(either)(op, result, IS_EXTREME(op) && note ? NAN : F(across)(op, all));
-        kept += how == BY_NAN ? -note : VECTORS(size) * LANES + note;
-    }
-    if (counted)
-        *count = kept;
     return result;
 }
 
@@ -214,7 +320,7 @@ INLINE void F(take_rows)(int how, int op, int64_t rows, const Input *in, int64_t
 #define STEP(k, n)                                                                                                      \
     {                                                                                                                   \
         AV v = F(load)(x + (k) * stride + c, n, value);                                                                 \
-        s = F(step)(how, op, s, v, F(left_out)(how, v, mask + (k) * inner + c, n, value), owns);                             \
+        s = F(step)(op, s, v, F(takes)(how, v, mask + (k) * inner + c, n, value), owns);                                \
     }
         if (op != EXPONENTIALS && rows == ROWS && c + LANES <= width) {
             STEP(0, LANES)
@@ -230,19 +336,19 @@ INLINE void F(take_rows)(int how, int op, int64_t rows, const Input *in, int64_t
     }
 }
 
-INLINE void F(fold_columns)(int how, int op, const Input *in, int64_t offset, int64_t n, int64_t width, const A *own,
+INLINE void F(fold_columns)(int how, int op, const Input *in, int64_t offset, int64_t n, int64_t width, const A *own, A turn,
                             double *results, int64_t *counts)
 {
     A lanes[TILE] ALIGNED, owns[TILE] ALIGNED, block[ROWS * TILE] ALIGNED;
     I notes[TILE] ALIGNED;
     for (int64_t c = 0; c < VECTORS(width) * LANES; c++)
-        owns[c] = own && c < width ? own[c] : 0;
+        owns[c] = own && c < width ? own[c] : turn;
     for (int64_t c = 0; c < width; c++) {
         results[c] = START(op);
         counts[c] = 0;
     }
     for (int64_t row = 0; row < n;) {
-        const int64_t end = LEAST(n, row + FLUSH), rows = end - row;
+        const int64_t end = LEAST(n, row + FLUSH);
         for (int64_t c = 0; c < VECTORS(width) * LANES; c++) {
             lanes[c] = START(op);
             notes[c] = 0;
@@ -251,8 +357,8 @@ INLINE void F(fold_columns)(int how, int op, const Input *in, int64_t offset, in
             F(take_rows)(how, op, LEAST(end - row, ROWS), in, offset + row * in->inner, width, owns, block, lanes, notes);
         row = end;
         for (int64_t c = 0; c < width; c++) {
-            results[c] = F(either)(op, results[c], IS_EXTREME(op) && notes[c] ? NAN : lanes[c]);
-            counts[c] += how == BY_NAN ? -notes[c] : rows + notes[c];
+            results[c] = F(either)(op, results[c], op == LARGEST && notes[c] ? NAN : lanes[c]);
+            counts[c] -= notes[c];
         }
     }
 }
@@ -267,32 +373,35 @@ typedef struct {
     double correction;
     int64_t empty;
     Cut cut;
-    int op, counted;
+    A turn; /* -0.0 for the smallest, which is the largest with its sign changed */
+    int op;
 } F(Fold);
 
 /* Write the result of a slice; say whether nothing is kept. */
 INLINE int F(finish)(const F(Fold) *job, int op, int64_t slice, double result, int64_t number)
 {
     const double divisor = (double)number - job->correction;
-    job->out[slice] = (A)(job->correction < 0 ? result : result / (divisor > 0 ? divisor : 0));
+    if (op == LARGEST)
+        job->out[slice] = (A)(signbit(job->turn) ? -result : result);
+    else
+        job->out[slice] = (A)(job->correction < 0 ? result : result / (divisor > 0 ? divisor : 0));
     if (job->count)
         job->count[slice] = number;
-    return IS_EXTREME(op) ? result == START(op) : job->counted && number == 0;
+    return op == LARGEST ? result == START(op) : number == 0;
 }
 
-INLINE void F(fold_units)(int how, int op, int counted, F(Fold) *job, int64_t from, int64_t to)
+INLINE void F(fold_units)(int how, int op, F(Fold) *job, int64_t from, int64_t to)
 {
     const Input *in = job->in;
     double results[TILE];
     int64_t counts[TILE], empty = 0;
-    counts[0] = 0;
     for (int64_t unit = from; unit < to; unit++) {
         Piece p = piece_of(in, &job->cut, unit);
         const A *own = job->own ? job->own + p.slice : NULL;
         if (in->inner > 1)
-            F(fold_columns)(how, op, in, p.offset, p.rows, p.width, own, results, counts);
+            F(fold_columns)(how, op, in, p.offset, p.rows, p.width, own, job->turn, results, counts);
         else
-            *results = F(fold_row)(how, op, counted, in, p.offset, p.rows, own ? *own : 0, counts);
+            *results = F(fold_row)(how, op, in, p.offset, p.rows, own ? *own : job->turn, counts);
         if (job->cut.parts == 1)
             for (int64_t c = 0; c < p.width; c++)
                 empty += F(finish)(job, op, p.slice + c, results[c], counts[c]);
@@ -306,18 +415,16 @@ INLINE void F(fold_units)(int how, int op, int counted, F(Fold) *job, int64_t fr
 
 /* One function for each case: with all of them in one, the compiler takes longer. */
 #define CASES(X)                                                                                                        \
-    X(BY_VALUE, ELEMENTS, 1) X(BY_NAN, ELEMENTS, 0) X(BY_NAN, ELEMENTS, 1) X(BY_NAN, LARGEST, 1)                        \
-    X(BY_NAN, SMALLEST, 1) X(BY_NAN, EXPONENTIALS, 1) X(BY_MASK, ELEMENTS, 0) X(BY_MASK, ELEMENTS, 1)                   \
-    X(BY_MASK, LARGEST, 1) X(BY_MASK, SMALLEST, 1) X(BY_MASK, EXPONENTIALS, 1) X(BY_MASK, EQUALS, 1)                    \
-    X(BY_MASK, DIFFERENCES, 1) X(BY_MASK, SQUARES, 1)
-#define DEFINE(how, op, counted)                                                                                        \
-    static __attribute__((noinline)) void F(fold_##how##_##op##_##counted)(F(Fold) *job, int64_t from, int64_t to)      \
+    X(BY_VALUE, ELEMENTS) X(BY_NAN, ELEMENTS) X(BY_NAN, LARGEST) X(BY_MASK, ELEMENTS) X(BY_MASK, LARGEST)               \
+    X(BY_MASK, EXPONENTIALS) X(BY_MASK, EQUALS) X(BY_MASK, DIFFERENCES) X(BY_MASK, SQUARES)
+#define DEFINE(how, op)                                                                                                 \
+    static __attribute__((noinline)) void F(fold_##how##_##op)(F(Fold) *job, int64_t from, int64_t to)                  \
     {                                                                                                                   \
-        F(fold_units)(how, op, counted, job, from, to);                                                                 \
+        F(fold_units)(how, op, job, from, to);                                                                          \
     }
-#define CALL(by, reduction, counts)                                                                                     \
-    if (how == by && job->op == reduction && job->counted <= counts)                                                    \
-        return F(fold_##by##_##reduction##_##counts)(job, from, to);
+#define CALL(by, reduction)                                                                                             \
+    if (how == by && job->op == reduction)                                                                              \
+        return F(fold_##by##_##reduction)(job, from, to);
 CASES(DEFINE)
 
 static void F(fold_body)(void *argument, int64_t from, int64_t to)
@@ -332,8 +439,8 @@ static void F(fold_body)(void *argument, int64_t from, int64_t to)
 
 static int64_t F(fold)(const Input *in, int op, const A *own, double correction, A *out, int64_t *count)
 {
-    F(Fold) job = {.in = in, .own = own, .out = out, .count = count, .correction = correction, .op = op, .cut = cut_of(in),
-                   .counted = count != NULL || correction >= 0};
+    F(Fold) job = {.in = in, .own = own, .out = out, .count = count, .correction = correction, .cut = cut_of(in),
+                   .turn = op == SMALLEST ? -(A)0 : 0, .op = op == SMALLEST ? LARGEST : op};
     const int64_t slices = in->outer * in->inner, parts = job.cut.parts, many = parts == 1 ? 0 : slices * parts;
     job.results = malloc(many * (sizeof(double) + sizeof(int64_t)) + 1);
     if (!job.results)
@@ -342,12 +449,12 @@ static int64_t F(fold)(const Input *in, int op, const A *own, double correction,
     run(F(fold_body), &job, in->outer * parts * job.cut.tiles, slices * in->reduced, in->threads);
     for (int64_t slice = 0; slice < slices && many; slice++) {
         int64_t first = slice / in->inner * parts * in->inner + slice % in->inner, number = 0;
-        double result = START(op);
+        double result = START(job.op);
         for (int64_t part = 0; part < parts; part++) {
-            result = F(either)(op, result, job.results[first + part * in->inner]);
+            result = F(either)(job.op, result, job.results[first + part * in->inner]);
             number += job.counts[first + part * in->inner];
         }
-        job.empty += F(finish)(&job, op, slice, result, number);
+        job.empty += F(finish)(&job, job.op, slice, result, number);
     }
     free(job.results);
     return job.empty;
@@ -465,12 +572,12 @@ INLINE void F(map_units)(int op, F(Map) *job, int64_t from, int64_t to)
             const F(Any) *x = F(read)(in, offset, n, block);
             for (int64_t i = 0; i < n; i += LANES) {
                 AV v = F(load)(x + i, n - i, 0), q = *(AV *)(own + (i & each)), f = *(AV *)(factor + (i & each));
-                IV left = F(left_out)(BY_MASK, v, in->mask + offset + i, n - i, 0);
-                v = SELECT(left, q, v);
+                const TV takes = F(takes)(BY_MASK, v, in->mask + offset + i, n - i, 0);
+                v = SELECT(takes, v, q);
                 v = op == DISTANCES ? (v - q) * f
-                    : op == SHARES  ? (AV)((IV)ALL(1) & (IV)(v == q)) * f + 0
+                    : op == SHARES  ? CLEARED(ALL(1), EQUAL(v, q)) * f + 0
                                     : F(exp)(v - q) * f;
-                F(store)(job->out + offset + i, n - i, CLEARED(v, left));
+                F(store)(job->out + offset + i, n - i, CLEARED(v, takes));
             }
         }
     }
@@ -504,7 +611,8 @@ INLINE void F(softmax_row)(int how, const F(Softmax) *job, int64_t row)
     const Input *in = job->in;
     const int logarithm = job->logarithm;
     const int64_t n = in->reduced, offset = row * n;
-    const A top = (A)F(fold_row)(how, LARGEST, 0, in, offset, n, 0, NULL), none = -(A)INFINITY, value = (A)in->value;
+    int64_t kept;
+    const A top = (A)F(fold_row)(how, LARGEST, in, offset, n, 0, &kept), none = -(A)INFINITY, value = (A)in->value;
     const A base = top == none ? 0 : top; /* inf - inf is no number */
     A block[BLOCK] ALIGNED, *out = job->out + offset;
     double total = 0;
@@ -512,14 +620,14 @@ INLINE void F(softmax_row)(int how, const F(Softmax) *job, int64_t row)
         const int64_t size = LEAST(n - first, BLOCK);
         const F(Any) *x = F(read)(in, offset + first, size, block);
         const uint8_t *mask = how == BY_MASK ? in->mask + offset + first : (const uint8_t *)x;
-        AV sum = {0};
+        F(State) states[GROUP / LANES] = {{{0}, {0}}};
         for (int64_t i = 0; i < size; i += LANES) {
-            AV v = F(load)(x + i, size - i, value);
-            AV distance = SELECT(F(left_out)(how, v, mask + i, size - i, value), ALL(none), v) - base, e = F(exp)(distance);
+            AV v = F(load)(x + i, size - i, value), *sum = &states[i / LANES % (HALF / LANES)].result;
+            AV distance = SELECT(F(takes)(how, v, mask + i, size - i, value), v, ALL(none)) - base, e = F(exp)(distance);
             F(store)(out + first + i, size - i, logarithm ? distance : e);
-            sum += e;
+            *sum += e;
         }
-        total += F(across)(ELEMENTS, sum);
+        total += F(across)(ELEMENTS, states);
     }
     if (top == none) /* nothing, or nothing but -inf: zeros, or -inf, stand there already */
         return;
@@ -552,27 +660,26 @@ static void F(softmax_backward_body)(void *argument, int64_t from, int64_t to)
         const uint8_t *mask = job->in->mask + row * n;
         A *out = job->out + row * n, all = 0;
         double total = 0;
-        AV sum = {0};
-        IV some = {0}; /* a row of nothing but -inf takes nothing in */
-        for (int64_t i = 0; i < n; i += LANES) {
-            AV made = F(load)(y + i, n - i, 0), arriving = F(load)(g + i, n - i, 0);
-            IV left = F(left_out)(BY_MASK, made, mask + i, n - i, 0);
-            arriving = CLEARED(arriving, left);
-            sum += logarithm ? arriving : CLEARED(arriving * made, left);
-            some |= ~left & (logarithm ? (IV)(made != -(A)INFINITY) : (IV)(made != 0));
-            if (i % BLOCK == BLOCK - LANES || i + LANES >= n) {
-                total += F(across)(ELEMENTS, sum);
-                sum = ALL(0);
+        TV some = (TV){0}; /* a row of nothing but -inf takes nothing in */
+        for (int64_t first = 0; first < n; first += BLOCK) {
+            F(State) states[GROUP / LANES] = {{{0}, {0}}};
+            for (int64_t i = first; i < LEAST(n, first + BLOCK); i += LANES) {
+                AV made = F(load)(y + i, n - i, 0), arriving = F(load)(g + i, n - i, 0);
+                AV *sum = &states[i / LANES % (HALF / LANES)].result;
+                const TV takes = F(takes)(BY_MASK, made, mask + i, n - i, 0);
+                arriving = CLEARED(arriving, takes);
+                *sum += logarithm ? arriving : CLEARED(arriving * made, takes);
+                some |= takes & DIFFERS(made, ALL(logarithm ? -INFINITY : 0));
             }
+            total += F(across)(ELEMENTS, states);
         }
-        for (int lane = 1; lane < LANES; lane++)
-            some[0] |= some[lane];
+        const int any = ANY(some);
         all = (A)total;
         for (int64_t i = 0; i < n; i += LANES) {
             AV made = F(load)(y + i, n - i, 0), arriving = F(load)(g + i, n - i, 0);
-            IV left = F(left_out)(BY_MASK, made, mask + i, n - i, 0) | (some[0] ? 0 : -1);
+            const TV takes = F(takes)(BY_MASK, made, mask + i, n - i, 0);
             AV result = logarithm ? arriving - F(exp)(made) * all : made * (arriving - all);
-            F(store)(out + i, n - i, CLEARED(result, left));
+            F(store)(out + i, n - i, any ? CLEARED(result, takes) : (AV){0});
         }
     }
 }
@@ -584,17 +691,31 @@ static void F(softmax)(const Input *in, int32_t logarithm, const A *result, cons
 }
 
 #undef LANES
+#undef GROUP
+#undef HALF
 #undef AV
 #undef IV
+#undef TV
 #undef ALL
+#undef VECTORS
+#undef IS_LIMIT
+#undef START
+#undef SAME
+#undef DIFFERS
+#undef EQUAL
+#undef NOT_BELOW
 #undef SELECT
 #undef CLEARED
-#undef VECTORS
-#undef IS_EXTREME
-#undef START
+#undef ADDED
+#undef COUNT
+#undef BETWEEN
+#undef ANY
+#undef MOST
 #undef F
 #undef A
 #undef I
 #undef IS_DOUBLE
-#undef LARGER
-#undef SMALLER
+#undef MM
+#undef MI
+#undef M
+#undef MAX256

@@ -24,6 +24,15 @@
 #include <immintrin.h>
 #endif
 
+/* Bytes of a vector. */
+#ifdef __AVX512BW__
+#define VECTOR 64
+#elif defined(__AVX2__)
+#define VECTOR 32
+#else
+#define VECTOR 16
+#endif
+
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 #define LEAST(a, b) ((a) < (b) ? (a) : (b))
@@ -53,7 +62,6 @@ enum { DISTANCES, SHARES, WEIGHTS };                                            
 
 enum { BY_MASK, BY_NAN, BY_VALUE }; /* what says that an element is left out */
 
-enum { VECTOR = 32 };     /* bytes of a vector */
 enum { BLOCK = 4096 };    /* elements of a row that are read together; their sum is rounded no more */
 enum { TILE = 1024 };     /* columns that one unit of work takes */
 enum { ROWS = 4 };        /* rows of columns that are read together */
@@ -165,12 +173,13 @@ EXPORT int32_t gg_version(void)
     return GRADGATE_KERNELS;
 }
 
-/* The highest level that this processor runs: 0 baseline, 1 AVX2. The loops are bound by memory, so that there is none for
-   AVX-512, which would only make the build longer. */
+/* The highest level that this processor runs: 0 baseline, 1 AVX2, 2 AVX-512. */
 EXPORT int32_t gg_level(void)
 {
 #ifdef __x86_64__
     __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return 2;
     if (__builtin_cpu_supports("avx2"))
         return 1;
 #endif
@@ -180,32 +189,45 @@ EXPORT int32_t gg_level(void)
 
 /* --- floating dtypes ------------------------------------------------------------------------------------------------ */
 
-typedef int32_t Lanes8 __attribute__((vector_size(VECTOR), aligned(1), may_alias));
-typedef int64_t Lanes4 __attribute__((vector_size(VECTOR), aligned(1), may_alias));
 typedef float Floats __attribute__((vector_size(16), may_alias));
 typedef double Doubles __attribute__((vector_size(32)));
 
-/* Bytes of a mask as lanes, -1 where an element is left out. Compilers do not find the instruction by themselves. */
+/* Bytes of a mask as what F(takes) of floats.h gives. Compilers do not find the instructions by themselves. */
 
-INLINE Lanes8 left_f(const uint8_t *mask)
+#if VECTOR == 64
+INLINE __mmask16 set_f(const uint8_t *mask)
+{
+    const __m128i bytes = _mm_loadu_si128((const __m128i_u *)mask);
+    return _mm_test_epi8_mask(bytes, bytes);
+}
+
+INLINE __mmask8 set_d(const uint8_t *mask)
+{
+    const __m128i bytes = _mm_loadu_si64(mask);
+    return (__mmask8)_mm_test_epi8_mask(bytes, bytes);
+}
+#else
+typedef int32_t Ints __attribute__((vector_size(VECTOR), aligned(1), may_alias));
+typedef int64_t Longs __attribute__((vector_size(VECTOR), aligned(1), may_alias));
+
+INLINE Ints set_f(const uint8_t *mask)
 {
 #ifdef __AVX2__
-    return (Lanes8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)mask)) == 0;
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadu_si64(mask)) > 0;
 #else
-    return (Lanes8){mask[0], mask[1], mask[2], mask[3], mask[4], mask[5], mask[6], mask[7]} == 0;
+    return (Ints){mask[0], mask[1], mask[2], mask[3]} > 0;
 #endif
 }
 
-INLINE Lanes4 left_d(const uint8_t *mask)
+INLINE Longs set_d(const uint8_t *mask)
 {
 #ifdef __AVX2__
-    int32_t four;
-    memcpy(&four, mask, 4);
-    return (Lanes4)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four)) == 0;
+    return (Longs)_mm256_cvtepu8_epi64(_mm_loadu_si32(mask)) > 0;
 #else
-    return (Lanes4){mask[0], mask[1], mask[2], mask[3]} == 0;
+    return (Longs){mask[0], mask[1]} > 0;
 #endif
 }
+#endif
 
 /* Elements as numbers to compute with: where they lie, or decoded into a block. */
 
@@ -240,15 +262,19 @@ INLINE const Float64 *read_d(const Input *in, int64_t offset, int64_t n, double 
 #define A float
 #define I int32_t
 #define IS_DOUBLE 0
-#define LARGER(a, b) ((AV)_mm256_max_ps((__m256)(a), (__m256)(b)))
-#define SMALLER(a, b) ((AV)_mm256_min_ps((__m256)(a), (__m256)(b)))
+#define M __mmask16
+#define MM(name, end) _mm512_##name##_ps##end
+#define MI(name) _mm512_##name##_epi32
+#define MAX256(a, b) _mm256_max_ps((__m256)(a), (__m256)(b))
 #include "floats.h"
 #define F(name) name##_d
 #define A double
 #define I int64_t
 #define IS_DOUBLE 1
-#define LARGER(a, b) ((AV)_mm256_max_pd((__m256d)(a), (__m256d)(b)))
-#define SMALLER(a, b) ((AV)_mm256_min_pd((__m256d)(a), (__m256d)(b)))
+#define M __mmask8
+#define MM(name, end) _mm512_##name##_pd##end
+#define MI(name) _mm512_##name##_epi64
+#define MAX256(a, b) _mm256_max_pd((__m256d)(a), (__m256d)(b))
 #include "floats.h"
 
 /* Call for the type that a dtype is computed with. */
@@ -358,8 +384,8 @@ EXPORT int64_t GG(fold)(const Input *given, int32_t op, const void *own, double 
 EXPORT int64_t GG(logsumexp)(const Input *given, void *out)
 {
     Input copy = *given, *in = &copy;
-    uint8_t *made = NULL;
-    if (in->value == in->value && !(made = with_mask(in)))
+    uint8_t *made = with_mask(in);
+    if (!made)
         return -1;
     int64_t failed = COMPUTE(logsumexp, in, out);
     free(made);
