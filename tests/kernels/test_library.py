@@ -78,8 +78,11 @@ def test_a_foreign_library_is_refused(tmp_path, text, said):
 
 
 @pytest.mark.slow
-@needs_compiler
-def test_the_sources_compile_without_a_warning(tmp_path):
+@pytest.mark.parametrize("compiler", ["cc", "clang"])
+def test_the_sources_compile_without_a_warning(compiler, tmp_path, monkeypatch):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}")
+    monkeypatch.setenv("CC", compiler)
     made = tmp_path / "kernels.so"
     assert hatch_build.build(made, ("-Wall", "-Wextra", "-Werror")) is None
     library, status = _native.load(made) if os.environ.get("GRADGATE_NATIVE") != "0" else (True, "native kernels (")

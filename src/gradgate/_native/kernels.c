@@ -197,13 +197,13 @@ typedef double Doubles __attribute__((vector_size(32)));
 #if VECTOR == 64
 INLINE __mmask16 set_f(const uint8_t *mask)
 {
-    const __m128i bytes = _mm_loadu_si128((const __m128i_u *)mask);
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)mask);
     return _mm_test_epi8_mask(bytes, bytes);
 }
 
 INLINE __mmask8 set_d(const uint8_t *mask)
 {
-    const __m128i bytes = _mm_loadu_si64(mask);
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)mask);
     return (__mmask8)_mm_test_epi8_mask(bytes, bytes);
 }
 #else
@@ -213,7 +213,7 @@ typedef int64_t Longs __attribute__((vector_size(VECTOR), aligned(1), may_alias)
 INLINE Ints set_f(const uint8_t *mask)
 {
 #ifdef __AVX2__
-    return (Ints)_mm256_cvtepu8_epi32(_mm_loadu_si64(mask)) > 0;
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)mask)) > 0;
 #else
     return (Ints){mask[0], mask[1], mask[2], mask[3]} > 0;
 #endif
@@ -222,7 +222,9 @@ INLINE Ints set_f(const uint8_t *mask)
 INLINE Longs set_d(const uint8_t *mask)
 {
 #ifdef __AVX2__
-    return (Longs)_mm256_cvtepu8_epi64(_mm_loadu_si32(mask)) > 0;
+    int32_t four;
+    memcpy(&four, mask, 4);
+    return (Longs)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four)) > 0;
 #else
     return (Longs){mask[0], mask[1]} > 0;
 #endif
