@@ -28,7 +28,7 @@ FLAGS = [
     "-ffp-contract=off",  # the same bits on every processor
     "-Wno-psabi",
 ]
-# What -O3 does to loops; all of -O3 takes three times as long to compile. clang does it with -O2, and refuses the words.
+# What -O3 does to loops; all of -O3 takes three times as long to compile. clang does it at -O2, and refuses the flags.
 FLAGS_OF_GCC = ["-ftree-loop-vectorize", "-fvect-cost-model=dynamic"]
 # One object file for each level of the processor; kernels.c says which level is which.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")

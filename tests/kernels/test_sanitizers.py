@@ -26,7 +26,8 @@ def builds(folder):
 def test_no_kernel_reads_or_writes_beyond_its_buffers(level, tmp_path):
     if not builds(tmp_path):
         pytest.skip("there is no C compiler with sanitizers")
-    command = ["cc", *hatch_build.flags_for(["cc"]), *SANITIZERS, *hatch_build.LEVELS[level], "-O1", "-Wall", "-Wextra", "-Werror"]
+    command = ["cc", *hatch_build.flags_for(["cc"]), *SANITIZERS, *hatch_build.LEVELS[level], "-O1"]
+    command += ["-Wall", "-Wextra", "-Werror"]
     command += [f"-DLEVEL={level}", "-DROUNDS=300", "-DGRADGATE_KERNELS=1", "-I", str(hatch_build.FOLDER)]
     command += [str(ROOT / "tests" / "kernels" / "driver.c"), "-o", str(tmp_path / "driver"), "-lm", "-lpthread"]
     subprocess.run(command, check=True)
