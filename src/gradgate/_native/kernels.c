@@ -353,8 +353,9 @@ static uint8_t *with_mask(Input *in)
 /* Reduce what is kept of each slice: the sum of its ELEMENTS, of their DIFFERENCES to `own`, of the SQUARES of these or of
    the EXPONENTIALS of these; the LARGEST or SMALLEST; how many are EQUAL to `own`. A sum is divided by the number kept less
    `correction`, unless that is negative. `out` and `own` are (outer, inner), of the type that is computed with, int64 for
-   integers, which have ELEMENTS, LARGEST and SMALLEST only; `count` may be NULL for all but sums of integers. Returns how many slices keep nothing, for LARGEST and SMALLEST
-   how many may, and -1 for lack of memory. */
+   integers, which have ELEMENTS, LARGEST and SMALLEST only. `count` is for sums; those of integers need it, for
+   the others it may be NULL. Returns how many slices keep nothing, for LARGEST and SMALLEST how many may, and -1 for lack
+   of memory. */
 EXPORT int64_t GG(fold)(const Input *given, int32_t op, const void *own, double correction, void *out, int64_t *count)
 {
     Input copy = *given, *in = &copy;

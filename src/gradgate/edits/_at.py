@@ -69,14 +69,14 @@ class Tree:
     def __getitem__(self, path: str | int) -> Any:
         """Return what is at the path: an `At` for a tensor, a `Tree` for what contains some."""
         full = f"{self._prefix}.{path}" if self._prefix else str(path)
-        tensors = list(_tensors(self._tree))
-        if found := [one for one in tensors if one.name() == full]:
+        near = list(_tensors(self._tree, near=full))
+        if found := [one for one in near if one.name == full]:
             # A key may have dots itself: the path of the fewest keys is the one that is meant.
-            chosen = sorted(found, key=lambda one: len(one.path))[0]
+            chosen = sorted(found, key=lambda one: one.keys)[0]  # Dynamo does not trace min(key=)
             return At(_dense(chosen.tensor), chosen.replaced)
-        names = [one.name() for one in tensors]
-        if any(name.startswith(f"{full}.") for name in names):
+        if any(one.name.startswith(f"{full}.") for one in near):
             return Tree(self._tree, full)
+        names = [one.name for one in _tensors(self._tree)]
         if isinstance(path, str):
             raise _not_there(full, self._tree, names)
         what, why = f"at(): `name` is None, and x is {_called(self._tree)}.", "one of its tensors must be named."
@@ -94,24 +94,28 @@ def _not_there(name: str, tree: Any, names: list[str]) -> NothingMatchedError:
 
 
 class _InTree(NamedTuple):
-    """A tensor of a tree, its path, and how to rebuild the tree with another one in its place."""
+    """A tensor of a tree, its name of so many keys, and how to rebuild the tree with another one in its place."""
 
-    path: tuple[Any, ...]
+    name: str
+    keys: int
     tensor: torch.Tensor
     replaced: Callable[[Any], Any]
 
-    def name(self) -> str:
-        return ".".join(map(str, self.path))
 
-
-def _tensors(tree: Any, path: tuple[Any, ...] = (), replaced: Callable[[Any], Any] = _itself) -> Iterator[_InTree]:
+def _tensors(
+    tree: Any, name: str = "", keys: int = 0, replaced: Callable[[Any], Any] = _itself, near: str = ""
+) -> Iterator[_InTree]:
+    """Find the tensors; only those on the way to a name and beneath it, if one is given."""
     if isinstance(tree, torch.Tensor):
-        yield _InTree(path, tree, replaced)
+        yield _InTree(name, keys, tree, replaced)
         return
     if isinstance(tree, torch.nn.Module):
         tree = State.of(tree)
     children = {} if isinstance(tree, (str, bytes, type)) else children_of(tree) or {}
     for key, child in children.items():
+        own = f"{name}.{key}" if keys else str(key)
+        if near and not (own == near or near.startswith(f"{own}.") or own.startswith(f"{near}.")):
+            continue
 
         def with_other(new: Any, child: Any = child) -> Any:
             parts = {name: new if old is child else old for name, old in children.items()}
@@ -119,7 +123,7 @@ def _tensors(tree: Any, path: tuple[Any, ...] = (), replaced: Callable[[Any], An
                 return replaced(State(parts, tree.module))
             return replaced(parts if type(tree) is dict else rebuilt(tree, parts))
 
-        yield from _tensors(child, (*path, key), with_other)
+        yield from _tensors(child, own, keys + 1, with_other, near)
 
 
 @overload
@@ -185,7 +189,7 @@ def at(x: Any, name: str | None = None) -> At[Any] | Tree:
         raise wrong_type(x, "x", "at", why, "gg.at(torch.as_tensor(x))[idx].set(v)")
     chosen: At[Any] | Tree = Tree(x) if name is None else Tree(x)[name]
     if name is not None and isinstance(chosen, Tree):
-        raise _not_there(name, x, [one.name() for one in _tensors(x)])
+        raise _not_there(name, x, [one.name for one in _tensors(x)])
     return chosen
 
 
