@@ -487,11 +487,27 @@ INLINE int F(kept)(const Input *in, int64_t offset, A e)
     return in->mask ? in->mask[offset] != 0 : in->value != in->value ? e == e : e != (A)in->value;
 }
 
+/* Find, in a row or a part of it, the first element that is kept and equals `wanted`; n if there is none. */
+INLINE int64_t F(find_first)(int how, const Input *in, int64_t offset, const F(Any) *x, int64_t n, A wanted)
+{
+    const uint8_t *mask = how == BY_MASK ? in->mask + offset : (const uint8_t *)x;
+    const A value = (A)in->value;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const AV v = *(const AV *)(x + i);
+        const TV same = wanted == wanted ? EQUAL(v, ALL(wanted)) : DIFFERS(v, v);
+        if (ANY(same & F(takes)(how, v, mask + i, LANES, value)))
+            break;
+    }
+    while (i < n && !((x[i] == wanted || (x[i] != x[i] && wanted != wanted)) && F(kept)(in, offset + i, x[i])))
+        i++;
+    return i;
+}
+
 static void F(find_body)(void *argument, int64_t from, int64_t to)
 {
     F(Find) *job = argument;
     const Input *in = job->in;
-    const int64_t each = in->inner > 1 ? -1 : 0;
     A block[TILE] ALIGNED;
     for (int64_t unit = from; unit < to; unit++) {
         int64_t o = unit / job->tiles, column = unit % job->tiles * TILE, width = LEAST(in->inner - column, TILE);
@@ -499,14 +515,21 @@ static void F(find_body)(void *argument, int64_t from, int64_t to)
         int64_t *index = job->index + o * in->inner + column, missing = width;
         for (int64_t c = 0; c < width; c++)
             index[c] = -1;
-        for (int64_t row = 0; row < in->reduced && missing; row += each ? 1 : TILE) {
-            int64_t n = each ? width : LEAST(in->reduced - row, TILE);
-            int64_t offset = (o * in->reduced + row) * in->inner + column;
+        for (int64_t row = 0; in->inner == 1 && row < in->reduced && *index < 0; row += TILE) {
+            const int64_t n = LEAST(in->reduced - row, TILE), offset = o * in->reduced + row;
             const F(Any) *x = F(read)(in, offset, n, block);
-            for (int64_t c = 0; c < n; c++) {
-                A e = x[c], wanted = own[c & each];
-                if ((e == wanted || (e != e && wanted != wanted)) && index[c & each] < 0 && F(kept)(in, offset + c, e)) {
-                    index[c & each] = each ? row : row + c;
+            const int64_t at = in->mask                     ? F(find_first)(BY_MASK, in, offset, x, n, *own)
+                               : in->value == in->value ? F(find_first)(BY_VALUE, in, offset, x, n, *own)
+                                                        : F(find_first)(BY_NAN, in, offset, x, n, *own);
+            *index = at < n ? row + at : -1;
+        }
+        for (int64_t row = 0; in->inner > 1 && row < in->reduced && missing; row++) {
+            int64_t offset = (o * in->reduced + row) * in->inner + column;
+            const F(Any) *x = F(read)(in, offset, width, block);
+            for (int64_t c = 0; c < width; c++) {
+                A e = x[c], wanted = own[c];
+                if ((e == wanted || (e != e && wanted != wanted)) && index[c] < 0 && F(kept)(in, offset + c, e)) {
+                    index[c] = row;
                     missing--;
                 }
             }

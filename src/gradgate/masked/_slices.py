@@ -659,7 +659,7 @@ class Slices:
     def in_one_dim(self) -> Slices:
         """Return the same slices along one last dimension."""
         if self.dims == (self.x.dim() - 1,):
-            return replace(self, keepdim=False)
+            return replace(self, keepdim=False) if self.keepdim else self
         last = tuple(range(self.x.dim() - len(self.dims), self.x.dim()))
         x = _gathered(self.x, self.dims, last)
         mask = None if self.keep is None else _gathered(self.keep.expand(self.x.shape), self.dims, last)
