@@ -178,9 +178,9 @@ def _extreme(slices: Slices, reduce: Callable[..., Tensor], limit: Callable[[tor
 def _position(slices: Slices, find: Callable[..., Tensor], limit: Callable[[torch.dtype], Number]) -> Tensor:
     slices.refuse(complexes=True)
     one = (slices if slices.size else slices.with_mask()).in_one_dim()
-    place = first_place(one, largest=find is torch.argmax)
-    if place is not None:
-        return slices.fill_empty(slices.reduced(place), number=slices.reduced(place >= 0))
+    if (first := first_place(one, largest=find is torch.argmax)) is not None:
+        place, sure = slices.reduced(first[0]), first[1]
+        return place if sure else slices.fill_empty(place, number=place >= 0)
     mask = one.full_mask()
     x = one.x.detach().to(torch.uint8) if one.x.dtype is torch.bool else one.x.detach()
     last = limit(x.dtype)

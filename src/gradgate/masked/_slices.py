@@ -302,13 +302,15 @@ class _Extreme(torch.autograd.Function):
         return group.restored(torch.where(mask, tied * share, 0)), None, None, None, None
 
 
-def first_place(slices: Slices, largest: bool) -> Tensor | None:
+def first_place(slices: Slices, largest: bool) -> tuple[Tensor, bool] | None:
     """Return the index of the first largest or smallest kept element, -1 for nothing; None without the kernels."""
+    # The second result says whether every slice certainly keeps something.
     if not takes(slices):
         return None
     group = group_of(slices.x.shape, slices.dims)
     layout = _layout(slices, group)
-    return _kernels.find(layout, _kernels.extreme(layout, group.results[slices.keepdim], largest=largest)[0])
+    found, empty = _kernels.extreme(layout, group.results[slices.keepdim], largest=largest)
+    return _kernels.find(layout, found), empty == 0
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
