@@ -324,21 +324,13 @@ def nonfinite(tensors: Sequence[torch.Tensor]) -> bool | None:
     """Return whether any of many tensors has a NaN or an Inf; None where the kernels cannot read all of them."""
     if not usable(*tensors):
         return None
-    addresses, counts, codes = array("q"), array("q"), array("q")
+    parts = array("q")
     for x in tensors:
         code = _FLOATS.get(x.dtype)
         if code is None or not x.is_contiguous():
             return None
-        addresses.append(x.data_ptr())
-        counts.append(x.numel())
-        codes.append(code)
-    found: int = library.nonfinite(
-        addresses.buffer_info()[0],
-        counts.buffer_info()[0],
-        codes.buffer_info()[0],
-        len(counts),
-        torch.get_num_threads(),
-    )
+        parts.extend((x.data_ptr(), x.numel(), code))
+    found: int = library.nonfinite(parts.buffer_info()[0], len(tensors), torch.get_num_threads())
     return found != 0
 
 

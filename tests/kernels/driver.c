@@ -71,9 +71,8 @@ int main(void)
             GG(fold)(&bare, op, NULL, -1, total, NULL);
         }
         if (dtype < I8) {
-            const void *data[] = {x, out};
-            const int64_t counts[] = {n, n}, dtypes[] = {dtype, dtype};
-            GG(nonfinite)(data, counts, dtypes, 2, 2);
+            const Tensor tensors[] = {{x, n, dtype}, {out, n, dtype}};
+            GG(nonfinite)(tensors, 2, 2);
             for (int op = LARGEST; op <= EQUALS; op++) {
                 GG(fold)(&in, op, op > SMALLEST ? own : NULL, -1, total, NULL);
                 GG(fold)(&bare, op, op > SMALLEST ? own : NULL, -1, total, NULL);

@@ -35,7 +35,7 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "expand": (None, [_pointer, _pointer, _int64, _int64, _int64, _int32, _pointer, _int32]),
     "checksum": (None, [_pointer, _int64, _int32, _pointer, _pointer, _int32]),
     "repeats": (_int64, [_pointer, _int64, _int64]),
-    "nonfinite": (_int32, [_pointer, _pointer, _pointer, _int64, _int32]),
+    "nonfinite": (_int32, [_pointer, _int64, _int32]),
 }
 
 

@@ -180,16 +180,13 @@ INLINE double F(across)(int op, const F(State) *states)
     for (int k = 0; k < GROUP / LANES; k++)
         results[k] = states[k].result;
     const F(Quarter) *q = (const F(Quarter) *)results;
-    F(Quarter) all;
-    if (op == LARGEST) {
-        F(Quarter) a = q[0];
-        for (int k = 1; k < 4; k++) {
-            const F(QuarterBits) larger = q[k] > a;
-            a = (F(Quarter))(((F(QuarterBits))q[k] & larger) | ((F(QuarterBits))a & ~larger));
-        }
-        all = a;
-    } else
-        all = (q[0] + q[1]) + (q[2] + q[3]);
+    F(Quarter) all = (q[0] + q[1]) + (q[2] + q[3]);
+    if (op == LARGEST)
+        all = q[0];
+    for (int k = 1; k < 4 && op == LARGEST; k++) {
+        const F(QuarterBits) larger = q[k] > all;
+        all = (F(Quarter))(((F(QuarterBits))q[k] & larger) | ((F(QuarterBits))all & ~larger));
+    }
 #if !IS_DOUBLE
     if (op != LARGEST) {
         const Doubles sums = __builtin_convertvector(*(Floats *)&all, Doubles) + __builtin_convertvector(*((Floats *)&all + 1), Doubles);

@@ -174,9 +174,13 @@ EXPORT int64_t GG(repeats)(const int64_t *index, int64_t count, int64_t size)
 /* --- many tensors at once ---------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    const void *const *data;
-    const int64_t *counts, *dtypes;
-    int64_t tensors;
+    const void *data;
+    int64_t count, dtype;
+} Tensor;
+
+typedef struct {
+    const Tensor *tensors;
+    int64_t number;
     int32_t found;
 } Finite;
 
@@ -198,15 +202,15 @@ static void nonfinite_body(void *argument, int64_t from, int64_t to)
 {
     Finite *job = argument;
     int64_t unit = 0; /* the first unit of a tensor */
-    for (int64_t t = 0; t < job->tensors && unit < to; t++) {
-        int64_t units = (job->counts[t] + PART - 1) / PART, dtype = job->dtypes[t];
+    for (const Tensor *t = job->tensors; t < job->tensors + job->number && unit < to; t++) {
+        int64_t units = (t->count + PART - 1) / PART;
         for (int64_t own = from > unit ? from - unit : 0; own < units && unit + own < to; own++) {
-            int64_t first = own * PART, n = LEAST(job->counts[t] - first, PART);
+            int64_t first = own * PART, n = LEAST(t->count - first, PART);
             if (__atomic_load_n(&job->found, __ATOMIC_RELAXED))
                 return;
-            if (dtype == F32   ? nonfinite_UInt32((const UInt32 *)job->data[t] + first, n, 0x7f800000)
-                : dtype == F64 ? nonfinite_UInt64((const UInt64 *)job->data[t] + first, n, 0x7ff0000000000000)
-                               : nonfinite_UInt16((const UInt16 *)job->data[t] + first, n, dtype == F16 ? 0x7c00 : 0x7f80))
+            if (t->dtype == F32   ? nonfinite_UInt32((const UInt32 *)t->data + first, n, 0x7f800000)
+                : t->dtype == F64 ? nonfinite_UInt64((const UInt64 *)t->data + first, n, 0x7ff0000000000000)
+                                  : nonfinite_UInt16((const UInt16 *)t->data + first, n, t->dtype == F16 ? 0x7c00 : 0x7f80))
                 __atomic_store_n(&job->found, 1, __ATOMIC_RELAXED);
         }
         unit += units;
@@ -214,14 +218,13 @@ static void nonfinite_body(void *argument, int64_t from, int64_t to)
 }
 
 /* Say whether any element of several floating tensors is NaN or infinite. */
-EXPORT int32_t GG(nonfinite)(const void *const *data, const int64_t *counts, const int64_t *dtypes, int64_t tensors,
-                             int32_t threads)
+EXPORT int32_t GG(nonfinite)(const void *tensors, int64_t number, int32_t threads)
 {
-    Finite job = {data, counts, dtypes, tensors, 0};
+    Finite job = {tensors, number, 0};
     int64_t units = 0, elements = 0;
-    for (int64_t i = 0; i < tensors; i++) {
-        units += (counts[i] + PART - 1) / PART;
-        elements += counts[i];
+    for (const Tensor *t = job.tensors; t < job.tensors + number; t++) {
+        units += (t->count + PART - 1) / PART;
+        elements += t->count;
     }
     run(nonfinite_body, &job, units, elements, threads);
     return job.found;
