@@ -168,3 +168,10 @@ def test_vmap_wants_to_be_told():
         torch.vmap(lambda x, keep: masked.argmax(x, keep=keep))(X, KEEP)
     told = torch.vmap(lambda x, keep: masked.argmax(x, keep=keep, empty=-1))(X, KEEP)
     assert told.tolist() == [1, -1, 0]
+
+
+@pytest.mark.parametrize("function", [masked.argmax, masked.argmin])
+def test_an_index_that_does_not_fit_is_refused_also_where_nothing_is_empty(function):
+    with pytest.raises(ArgumentValueError, match=r"`empty` is 0\.5, the result is int64"):
+        function(torch.ones(2, 3), 1, exclude=5, empty=0.5)
+    assert function(torch.ones(2, 3), 1, exclude=5, empty=-1).tolist() == [0, 0]

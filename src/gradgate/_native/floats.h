@@ -103,7 +103,7 @@ INLINE AV F(load)(const F(Any) *x, int64_t n, A fill)
     if (n >= LANES)
         return *(const AV *)x;
     AV v = ALL(fill);
-    memcpy(&v, x, n > 0 ? n * sizeof(A) : 0);
+    memcpy(&v, x, n * sizeof(A));
     return v;
 }
 
@@ -112,7 +112,7 @@ INLINE void F(store)(A *out, int64_t n, AV v)
     if (n >= LANES)
         *(AV *)out = v;
     else
-        memcpy(out, &v, n > 0 ? n * sizeof(A) : 0);
+        memcpy(out, &v, n * sizeof(A));
 }
 
 /* Say which of LANES elements take part; `how` is known when this is compiled. */
@@ -123,7 +123,7 @@ INLINE TV F(takes)(int how, AV v, const uint8_t *mask, int64_t n, A value)
     if (n >= LANES)
         return F(set)(mask);
     uint8_t padded[LANES] = {0};
-    memcpy(padded, mask, n > 0 ? n : 0);
+    memcpy(padded, mask, n);
     return F(set)(padded);
 }
 

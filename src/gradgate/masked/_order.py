@@ -180,7 +180,8 @@ def _position(slices: Slices, find: Callable[..., Tensor], limit: Callable[[torc
     one = (slices if slices.size else slices.with_mask()).in_one_dim()
     if (first := first_place(one, largest=find is torch.argmax)) is not None:
         place, sure = slices.reduced(first[0]), first[1]
-        return place if sure else slices.fill_empty(place, number=place >= 0)
+        # An `empty` that does not fit is refused anyway.
+        return place if sure and slices.empty is ... else slices.fill_empty(place, number=place >= 0)
     mask = one.full_mask()
     x = one.x.detach().to(torch.uint8) if one.x.dtype is torch.bool else one.x.detach()
     last = limit(x.dtype)
@@ -188,7 +189,7 @@ def _position(slices: Slices, find: Callable[..., Tensor], limit: Callable[[torc
     index = find(filled, -1)
     # Only if all kept elements equal the fill value can the search have found a left-out one.
     tied = filled.gather(-1, index.unsqueeze(-1)).squeeze(-1) == last
-    if can_sync(x, mask) and not tied.any():
+    if slices.empty is ... and can_sync(x, mask) and not tied.any():
         return slices.reduced(index)  # nothing is empty either: all of it would equal what stands for the left-out
     index = torch.where(tied, mask.to(torch.uint8).argmax(-1), index)
     return slices.fill_empty(slices.reduced(index), number=slices.reduced(one.number()))
